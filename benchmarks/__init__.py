@@ -1,0 +1,1 @@
+"""Measurements of fxckpt and of what else there is; ``python -m benchmarks.run --help``."""

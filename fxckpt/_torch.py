@@ -1,0 +1,196 @@
+"""Every private torch API the project uses, in one place, each with the reason.
+
+Checked against torch 2.11 to 2.14; ``tests/test_torch.py`` exercises each function so that a release which
+moves one of them fails there and not inside a pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.autograd.profiler
+import torch.utils.checkpoint
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode as _get_proxy_mode
+from torch.fx.experimental.proxy_tensor import get_proxy_slot
+from torch.fx.graph import CodeGen
+
+__all__ = [
+    "BoxedCodeGen",
+    "FakeTensor",
+    "FakeTensorMode",
+    "below_autograd",
+    "clear_saved",
+    "cpu_allocations",
+    "current_tracer",
+    "functional_value",
+    "functorch_active",
+    "proxy_node",
+    "sequence_number",
+    "storage_key",
+    "without_inner_checkpoints",
+]
+
+
+def sequence_number() -> int:
+    """Sequence number that the next autograd node will get.
+
+    The tag that ties an operation to its autograd node. No public API tells it.
+    """
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def current_tracer() -> Any:
+    """Tracer of the ``make_fx`` call that is running; its graph is where nodes appear."""
+    mode = _get_proxy_mode()
+    assert mode is not None, "no make_fx trace is active"
+    return mode.tracer
+
+
+def proxy_node(tensor: Tensor, tracer: Any) -> fx.Node | None:
+    """Node that holds the present value of ``tensor``, None if the trace never saw it."""
+    proxy = get_proxy_slot(tensor, tracer, None, lambda slot: slot)
+    return None if proxy is None else proxy.proxy.node  # type: ignore[attr-defined]
+
+
+def functional_value(tensor: Tensor) -> Tensor:
+    """The pure value behind a functionalized tensor at this moment, pending mutations applied.
+
+    The second pass needs old tensor -> new value at any moment, which ``torch.func.functionalize`` does not expose.
+    """
+    if not torch._is_functional_tensor(tensor):  # type: ignore[attr-defined]
+        return tensor
+    torch._sync(tensor)  # type: ignore[attr-defined]
+    value: Tensor = torch._C._functorch._unwrap_functional_tensor(tensor, True)
+    return value
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Identity of the storage: equal exactly for tensors that share memory (fake tensors have no ``data_ptr``)."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def functorch_active() -> bool:
+    """Whether a ``torch.func`` transform (vmap, grad, jvp) is running: the planned graph must step aside."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+_BELOW = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCPU)
+for _key in (
+    "AutogradCUDA",
+    "AutogradXPU",
+    "AutogradMPS",
+    "AutogradOther",
+    "AutogradMeta",
+    "AutogradNestedTensor",
+    "ADInplaceOrView",
+    "AutocastCPU",
+    "AutocastCUDA",
+    "AutocastXPU",
+    "AutocastMPS",
+):
+    if hasattr(torch._C.DispatchKey, _key):
+        _BELOW = _BELOW | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _key))
+
+
+def below_autograd() -> Any:
+    """Context in which ATen operators run without autograd, view tracking and autocast.
+
+    The captured graph already holds every cast, and its tensors must not become views in autograd's eyes: a caller
+    may modify an output in place. ``torch.no_grad`` and ``autocast(enabled=False)`` together cost four times as much.
+    """
+    return torch._C._ExcludeDispatchKeyGuard(_BELOW)
+
+
+def clear_saved(ctx: Any) -> None:
+    """Let go of the saved tensors inside backward unless the graph is retained.
+
+    Without it every kept value lives until the function returns, and the recomputed ones come on top.
+    """
+    ctx.maybe_clear_saved_tensors()
+
+
+class BoxedCodeGen(CodeGen):
+    """Generated functions take one list and empty it, so that each argument dies at its last use.
+
+    ``torch.fx.graph.CodeGen`` is the hook that fx offers for this; its methods are not declared stable.
+    """
+
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **kwargs: Any) -> str:
+        names = [name.split(":")[0].split("=")[0].strip() for name in free_vars if name != "self"]
+        unpack = f"    {', '.join(names)}, = boxed\n" if names else ""
+        return f"def forward(self, boxed):\n{unpack}    boxed.clear()"
+
+
+@contextlib.contextmanager
+def without_inner_checkpoints() -> Iterator[None]:
+    """Within it (on this thread) ``torch.utils.checkpoint.checkpoint`` runs its function plainly.
+
+    The planner takes over: a traced inner checkpoint would be recomputed twice, and the reentrant variant calls
+    ``backward`` inside backward, which a trace cannot follow. Users import the function by name, so the two
+    internals that it calls are replaced for the time of the trace.
+    """
+    module: Any = torch.utils.checkpoint
+    owner = threading.get_ident()
+
+    def only_here(replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+        def choose(*args: Any, **kwargs: Any) -> Any:
+            return (replacement if threading.get_ident() == owner else original)(*args, **kwargs)
+
+        return choose
+
+    # 2.14 renamed the generator and kept the old name for other callers.
+    names = ("_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl")
+    saved = {name: getattr(module, name) for name in names if hasattr(module, name)}
+    for name, original in saved.items():
+        setattr(module, name, only_here(_plain_generator, original))
+    function = module.CheckpointFunction
+    function.apply = staticmethod(only_here(_plain_apply, function.apply))
+    try:
+        yield
+    finally:
+        del function.apply  # the class inherits the real one
+        for name, original in saved.items():
+            setattr(module, name, original)
+
+
+def _plain_apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+    return function(*args)
+
+
+def _plain_generator(*args: Any, **kwargs: Any) -> Iterator[None]:
+    yield
+
+
+def cpu_allocations(run: Callable[[], object]) -> list[int]:
+    """Bytes that the CPU allocator hands out (positive) and takes back (negative) while ``run`` runs, in time order.
+
+    ``torch.profiler`` shows memory per operator only, and the CPU allocator keeps no statistics; the raw events of
+    the profiler hold every allocation of every thread that the autograd engine uses. Blocks from before ``run`` are
+    left out: the profiler knows the size of some, those allocated under an earlier profile, and not of others.
+    """
+    with torch.autograd.profiler.profile(profile_memory=True) as profiler:
+        run()
+    found: list[tuple[int, int, int]] = []
+    todo = list(profiler.kineto_results.experimental_event_tree())
+    while todo:
+        event = todo.pop()
+        todo.extend(event.children)
+        if event.tag == torch._C._profiler._EventType.Allocation and event.extra_fields.device.type == "cpu":
+            found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+    counts: list[int] = []
+    live: set[int] = set()
+    for _, address, count in sorted(found):
+        if count > 0:
+            live.add(address)
+        elif address not in live:
+            continue
+        else:
+            live.discard(address)
+        counts.append(count)
+    return counts

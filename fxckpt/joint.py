@@ -1,0 +1,139 @@
+"""What capture returns: the traced step, and the functional joint graph that all later passes read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, fx
+
+__all__ = ["Edge", "GradRecord", "JointGraph", "RegionInput", "Trace", "sum_gradients"]
+
+Edge = tuple[int, int]
+"""Identity of a differentiable value: (index of its autograd node in the trace, output number); leaves are (-1 - input, 0)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RegionInput:
+    """One tensor that the region reads.
+
+    Attributes:
+        kind: ``"parameter"``, ``"buffer"``, ``"attribute"`` (a tensor on a plain module attribute), ``"argument"``
+            or ``"constant"`` (a tensor that the code reaches by other ways).
+        name: path of the tensor in the module, index of the flat argument, or name of the constant.
+        requires_grad: whether gradients flow to it.
+    """
+
+    kind: str
+    name: str
+    requires_grad: bool
+
+
+@dataclass(slots=True)
+class GradRecord:
+    """One autograd node in the order in which backward executed it.
+
+    Attributes:
+        sequence: sequence number, which tells the forward operation that created it.
+        totals: node of the total gradient of each of its outputs, None where no gradient arrived.
+        contributions: (edge, node) pairs in the order of ``next_functions``.
+    """
+
+    index: int
+    name: str
+    sequence: int
+    totals: list[fx.Node | None] = field(default_factory=list)
+    contributions: list[tuple[Edge, fx.Node]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Trace:
+    """The step as first traced: ATen operators with mutations, tagged.
+
+    Attributes:
+        graph_module: the traced graph.
+        inputs: region inputs in placeholder order.
+        output: the module's output with fake tensors as leaves.
+        outputs: fake tensors of the output and of assigned attributes, each tensor once.
+        output_nodes: their nodes.
+        output_edges: their edges, None where no gradient flows.
+        tangent_nodes: node of the gradient fed in for each differentiable output.
+        assigned: (module path, attribute, value with fake tensors) for attributes that forward set.
+        forward_tag: node name -> sequence number of the autograd counter when the forward node was created.
+        backward_tag: node name -> index of the autograd node that was running.
+        edges: (consumer node name, argument node name) -> edge of the argument as the consumer saw it.
+        places: node name -> (module path, ``file:line``).
+        records: autograd nodes in execution order.
+    """
+
+    graph_module: fx.GraphModule
+    inputs: list[RegionInput]
+    output: Any
+    outputs: list[Tensor]
+    output_nodes: list[fx.Node]
+    output_edges: list[Edge | None]
+    tangent_nodes: list[fx.Node | None]
+    assigned: list[tuple[str, str, Any]]
+    forward_tag: dict[str, int]
+    backward_tag: dict[str, int]
+    edges: dict[tuple[str, str], Edge]
+    places: dict[str, tuple[str, str]]
+    records: list[GradRecord]
+
+
+@dataclass(slots=True)
+class JointGraph:
+    """Functional joint graph: placeholders, forward nodes, then backward nodes autograd node by autograd node.
+
+    Backward nodes read gradient totals through nodes that call :func:`sum_gradients`; one such node per slot.
+
+    Attributes:
+        graph: the graph; every node has ``meta["val"]``.
+        inputs: region inputs in placeholder order; tangents follow.
+        nodes: placeholders, forward and backward nodes in graph order, without the sums.
+        forward: the forward nodes.
+        sums: slot -> its ``sum_gradients`` node (leaves too).
+        slot_values: slot -> forward node or placeholder whose gradient it is, None if it never appears.
+        slot_tangents: slot -> tangent placeholder or None.
+        slot_owner: slot -> index in ``records`` of the autograd node that consumes it, -1 for leaves.
+        records: per autograd node: (name, forward position, slots read, backward nodes, (slot, node) contributions).
+        outputs: forward node or placeholder for each of the trace's outputs.
+        mutated: placeholders that forward writes to.
+        copies: forward nodes that write mutated inputs back.
+        forbidden: ranges of positions that must not be cut.
+        constants: tensors by constant name.
+        output: the module's output with fake tensors as leaves; ``fakes`` lists them in the order of ``outputs``.
+        assigned: (module path, attribute, value) for attributes that forward set.
+        places: node name -> (module path, ``file:line``).
+    """
+
+    graph: fx.Graph
+    inputs: list[RegionInput]
+    nodes: list[fx.Node]
+    forward: list[fx.Node]
+    sums: list[fx.Node]
+    slot_values: list[fx.Node | None]
+    slot_tangents: list[fx.Node | None]
+    slot_owner: list[int]
+    records: list[tuple[str, int, list[int], list[fx.Node], list[tuple[int, fx.Node]]]]
+    outputs: list[fx.Node]
+    mutated: list[fx.Node]
+    copies: list[fx.Node]
+    forbidden: list[tuple[int, int]]
+    constants: dict[str, Tensor]
+    output: Any
+    fakes: list[Tensor]
+    assigned: list[tuple[str, str, Any]]
+    places: dict[str, tuple[str, str]]
+
+
+def sum_gradients(*parts: Tensor) -> Tensor:
+    """Sum of gradient contributions in the order in which the autograd engine adds them."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+Materialize = Callable[[Any], Any]

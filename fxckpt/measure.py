@@ -1,0 +1,400 @@
+"""What a step really does: its peak memory by the allocator, and whether a planned step equals the plain one."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fxckpt import _torch
+
+__all__ = [
+    "PeakMeasurement",
+    "StepComparison",
+    "compare_steps",
+    "default_loss",
+    "held_bytes",
+    "measure_peak",
+    "named_tensors",
+    "same_bits",
+]
+
+CUDA_BLOCK = 512
+"""The CUDA caching allocator hands out multiples of this many bytes."""
+
+Loss = Callable[[Any], Tensor]
+Context = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class PeakMeasurement:
+    """Peak of one step.
+
+    Attributes:
+        peak_bytes: highest memory above what was allocated when the step began.
+        held_bytes: what the tensors, modules and optimizers named by the caller held when it began.
+    """
+
+    peak_bytes: int
+    held_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Peak of the whole step: the number that ``budget_gb`` limits."""
+        return self.peak_bytes + self.held_bytes
+
+
+def measure_peak(
+    step: Callable[[], object], *, device: torch.device | str | None = None, held: object = ()
+) -> PeakMeasurement:
+    """Run ``step`` once and measure its peak memory.
+
+    On CPU the peak comes from the allocator's own events and is exact to the byte; on CUDA from
+    ``torch.cuda.max_memory_allocated`` (which this resets). Scratch memory that kernels take past torch's allocator,
+    as some CPU libraries do, is not seen. On CPU, memory that was there before the step counts to its end even if the
+    step frees it, so clear old gradients before and not within.
+
+    Args:
+        step: one training step. It should have run before, so that caches and lazy state exist already.
+        device: device to measure; by default that of the first tensor in ``held``, else the CPU.
+        held: tensors, modules, optimizers, or containers of them, whose memory counts although it was allocated
+            before: parameters with their gradients, buffers, inputs, optimizer state.
+    """
+    place = torch.device(device) if device is not None else _device_of(held)
+    gc.collect()
+    before = held_bytes(held, place)
+    if place.type == "cuda":
+        torch.cuda.synchronize(place)
+        torch.cuda.reset_peak_memory_stats(place)
+        start = torch.cuda.memory_allocated(place)
+        step()
+        torch.cuda.synchronize(place)
+        return PeakMeasurement(torch.cuda.max_memory_allocated(place) - start, before)
+    if place.type != "cpu":
+        raise NotImplementedError(f"memory on {place.type!r} devices cannot be measured")
+    live = peak = 0
+    for count in _torch.cpu_allocations(step):
+        live += count
+        peak = max(peak, live)
+    return PeakMeasurement(peak, before)
+
+
+def held_bytes(held: object, device: torch.device | str = "cpu") -> int:
+    """Bytes on ``device`` of the distinct storages that ``held`` reaches (see :func:`measure_peak`)."""
+    place = torch.device(device)
+    sizes = {}
+    for tensor in _held_tensors(held):
+        if tensor.device.type == place.type and tensor.layout == torch.strided:
+            storage = tensor.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+    if place.type == "cuda":
+        return sum(-(-size // CUDA_BLOCK) * CUDA_BLOCK for size in sizes.values())
+    return sum(sizes.values())
+
+
+def _device_of(held: object) -> torch.device:
+    return next((tensor.device for tensor in _held_tensors(held)), torch.device("cpu"))
+
+
+def _held_tensors(held: object) -> Iterator[Tensor]:
+    if isinstance(held, Tensor):
+        yield held
+        if held.is_leaf and held.grad is not None:
+            yield held.grad
+    elif isinstance(held, nn.Module):
+        for tensor in (*held.parameters(), *held.buffers()):
+            yield from _held_tensors(tensor)
+    elif isinstance(held, torch.optim.Optimizer):
+        yield from _held_tensors(held.state)
+    elif isinstance(held, Mapping):
+        yield from _held_tensors(list(held.values()))
+    elif isinstance(held, (list, tuple, set)):
+        for item in held:
+            yield from _held_tensors(item)
+    elif dataclasses.is_dataclass(held):
+        yield from _held_tensors([getattr(held, field.name) for field in dataclasses.fields(held)])
+
+
+def named_tensors(value: object, name: str = "output") -> Iterator[tuple[str, Tensor]]:
+    """Tensors in nested mappings, sequences and dataclasses, each with its path, e.g. ``output['logits'][0]``."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from named_tensors(item, f"{name}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from named_tensors(item, f"{name}[{index}]")
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from named_tensors(getattr(value, field.name), f"{name}.{field.name}")
+
+
+def default_loss(output: object) -> Tensor:
+    """The model's own loss if ``output`` carries a scalar one (``.loss`` or ``["loss"]``), else a sum of squares.
+
+    Raises:
+        ValueError: no tensor in ``output`` is differentiable.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
+        return loss.reshape(())
+    parts = [tensor for _, tensor in named_tensors(output) if tensor.requires_grad]
+    if not parts:
+        raise ValueError("no output of the model is differentiable, so there is no loss to train on")
+    total = _sum_of_squares(parts[0])
+    for part in parts[1:]:
+        total = total + _sum_of_squares(part)
+    return total
+
+
+def _sum_of_squares(tensor: Tensor) -> Tensor:
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    # Half precision overflows where the mean of squares would not matter to anyone.
+    return (tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor).square().sum()
+
+
+def same_bits(first: Tensor | None, second: Tensor | None) -> bool:
+    """Equal dtype, shape and values; NaN equals NaN, and None equals only None."""
+    if first is None or second is None:
+        return first is second
+    if first.layout != second.layout or first.dtype != second.dtype or first.shape != second.shape:
+        return False
+    if first.is_sparse:
+        first, second = first.to_dense(), second.to_dense()
+    first, second = first.detach(), second.detach()
+    if torch.equal(first, second):
+        return True
+    if not (first.is_floating_point() or first.is_complex()):
+        return False
+    return bool(((first == second) | (first.isnan() & second.isnan())).all())
+
+
+@dataclass(frozen=True, slots=True)
+class StepComparison:
+    """Outcome of :func:`compare_steps`.
+
+    Attributes:
+        differences: names of all that differs, e.g. ``"gradient of layer1.0.conv1.weight"``; empty if nothing does.
+        compared: number of tensors and states that were compared.
+        plain_loss: loss of the plain step.
+        planned_loss: loss of the planned step.
+        plain_peak: peak of the plain step, None if not measured.
+        planned_peak: peak of the planned step, None if not measured.
+    """
+
+    differences: tuple[str, ...]
+    compared: int
+    plain_loss: float
+    planned_loss: float
+    plain_peak: PeakMeasurement | None = None
+    planned_peak: PeakMeasurement | None = None
+
+    @property
+    def equal(self) -> bool:
+        """Whether loss, outputs, gradients, buffers and random states are the same."""
+        return not self.differences
+
+
+def compare_steps(
+    model: nn.Module,
+    planned: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    loss_fn: Loss = default_loss,
+    seed: int | None = 0,
+    *,
+    context: Context = contextlib.nullcontext,
+    measure: bool = False,
+    held: object = (),
+) -> StepComparison:
+    """Run one step of ``model`` and one of ``planned`` from the same state and compare all they leave behind.
+
+    Compared are the loss, every tensor of the output, gradients of parameters and inputs (None stays None), buffers,
+    inputs written to by the forward, and the random states of CPU, CUDA, Python and NumPy. Afterwards parameters,
+    gradients, buffers, plain attributes and random states are what they were before the call.
+
+    Args:
+        model: the plain model in training mode.
+        planned: the same model after ``auto_checkpoint``; it may share parameters with ``model``.
+        args: positional arguments of ``forward``; each step gets copies of the tensors in them.
+        kwargs: keyword arguments of ``forward``, likewise.
+        loss_fn: maps the output to a scalar.
+        seed: seed of both steps; None starts both from the present random state.
+        context: makes the context that forward and loss run in, e.g. autocast.
+        measure: also measure the peaks; each step runs twice for it, first to warm up.
+        held: what counts in the peaks besides model and inputs, e.g. an optimizer.
+    """
+    random_before = _RandomState.now()
+    if seed is not None:
+        _seed(seed)
+    start = _RandomState.now()
+    before = _ModuleState.of(model, planned)
+    outcomes = []
+    try:
+        for module in (model, planned):
+            steps = _Stepper(module, args, dict(kwargs or {}), loss_fn, context, start, before)
+            outcomes.append(steps.outcome(measure, held))
+    finally:
+        before.restore()
+        random_before.restore()
+    (plain, plain_peak), (other, planned_peak) = outcomes
+    names = [*plain, *(name for name in other if name not in plain)]
+    missing = object()
+    differences = tuple(n for n in names if not _same(plain.get(n, missing), other.get(n, missing)))
+    losses = (float(plain["loss"].detach().float()), float(other["loss"].detach().float()))
+    return StepComparison(differences, len(names), *losses, plain_peak, planned_peak)
+
+
+def _same(first: Any, second: Any) -> bool:
+    tensors = isinstance(first, (Tensor, type(None))) and isinstance(second, (Tensor, type(None)))
+    return same_bits(first, second) if tensors else type(first) is type(second) and bool(first == second)
+
+
+@dataclass(slots=True)
+class _Stepper:
+    """Runs steps of one module, each from the same state."""
+
+    module: nn.Module
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    loss_fn: Loss
+    context: Context
+    start: _RandomState
+    before: _ModuleState
+
+    def outcome(self, measure: bool, held: object) -> tuple[dict[str, Any], PeakMeasurement | None]:
+        peak = None
+        if measure:
+            self._prepare()
+            self._step(*_copies((self.args, self.kwargs)))
+        args, kwargs = _copies((self.args, self.kwargs))
+        self._prepare()
+        if measure:
+            results: list[tuple[Any, Tensor]] = []
+            step = lambda: results.append(self._step(args, kwargs))  # noqa: E731
+            peak = measure_peak(step, held=(self.module, args, kwargs, held))
+            output, loss = results.pop()
+        else:
+            output, loss = self._step(args, kwargs)
+        return self._found(output, loss, args, kwargs), peak
+
+    def _prepare(self) -> None:
+        self.before.restore()
+        for parameter in self.module.parameters():
+            parameter.grad = None
+        self.start.restore()
+
+    def _step(self, args: Any, kwargs: Any) -> tuple[Any, Tensor]:
+        with self.context():
+            output = self.module(*args, **kwargs)
+            loss = self.loss_fn(output)
+        loss.backward()
+        return output, loss
+
+    def _found(self, output: Any, loss: Tensor, args: Any, kwargs: Any) -> dict[str, Any]:
+        found: dict[str, Any] = {"loss": loss.detach().clone()}
+        found.update(named_tensors(output))
+        for name, parameter in self.module.named_parameters():
+            found[f"gradient of {name}"] = parameter.grad
+        for name, buffer in self.module.named_buffers():
+            found[f"buffer {name}"] = buffer.detach().clone()
+        for name, tensor in named_tensors((args, kwargs), "input"):
+            found[f"{name} after the step"] = tensor.detach().clone()
+            if tensor.requires_grad:
+                found[f"gradient of {name}"] = tensor.grad
+        for name, state in _RandomState.now().named().items():
+            found[f"random state of {name} after the step"] = state
+        return found
+
+
+def _copies(value: Any, seen: dict[int, Tensor] | None = None) -> Any:
+    """``value`` with its tensors copied; what was one tensor stays one."""
+    seen = {} if seen is None else seen
+    if isinstance(value, Tensor):
+        if id(value) not in seen:
+            seen[id(value)] = value.detach().clone().requires_grad_(value.requires_grad)
+        return seen[id(value)]
+    if isinstance(value, dict):
+        return {key: _copies(item, seen) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_copies(item, seen) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_copies(item, seen) for item in value)
+    return value
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+@dataclass(frozen=True, slots=True)
+class _RandomState:
+    cpu: Tensor
+    cuda: tuple[Tensor, ...]
+    python: object
+    numpy: Mapping[str, Any]
+
+    @classmethod
+    def now(cls) -> _RandomState:
+        cuda = tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_available() else ()
+        return cls(torch.get_rng_state(), cuda, random.getstate(), np.random.get_state(legacy=False))
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.cpu)
+        if self.cuda:
+            torch.cuda.set_rng_state_all(list(self.cuda))
+        random.setstate(self.python)  # type: ignore[arg-type]
+        np.random.set_state(dict(self.numpy))
+
+    def named(self) -> dict[str, Any]:
+        states: dict[str, Any] = {"cpu": self.cpu, "python": self.python, "numpy": repr(self.numpy)}
+        states.update((f"cuda:{index}", state) for index, state in enumerate(self.cuda))
+        return states
+
+
+@dataclass(frozen=True, slots=True)
+class _ModuleState:
+    """Parameters, gradients, buffers and plain attributes. Copies lie in host memory, where they do not count."""
+
+    gradients: tuple[tuple[Tensor, Tensor | None], ...]
+    values: tuple[tuple[Tensor, Tensor], ...]
+    buffers: tuple[tuple[nn.Module, dict[str, Tensor | None]], ...]
+    attributes: tuple[tuple[nn.Module, dict[str, Any]], ...]
+
+    @classmethod
+    def of(cls, *modules: nn.Module) -> _ModuleState:
+        parts = list({id(part): part for module in modules for part in module.modules()}.values())
+        parameters = {id(p): p for part in parts for p in part.parameters(recurse=False)}
+        tensors = {**parameters, **{id(b): b for part in parts for b in part.buffers(recurse=False)}}
+        plain = (bool, int, float, str, type(None))
+        return cls(
+            tuple((parameter, parameter.grad) for parameter in parameters.values()),
+            tuple((tensor, tensor.detach().to("cpu", copy=True)) for tensor in tensors.values()),
+            tuple((part, dict(part._buffers)) for part in parts),
+            tuple((p, {k: v for k, v in vars(p).items() if isinstance(v, plain)}) for p in parts),
+        )
+
+    def restore(self) -> None:
+        for module, buffers in self.buffers:
+            module._buffers.update(buffers)
+        with torch.no_grad():
+            for tensor, value in self.values:
+                # A write would count as a change to values that autograd may have saved.
+                if not torch.equal(tensor.cpu(), value):
+                    tensor.copy_(value)
+        for parameter, gradient in self.gradients:
+            parameter.grad = gradient
+        for module, attributes in self.attributes:
+            vars(module).update(attributes)

@@ -1,0 +1,275 @@
+"""Wires the passes: capture once, then decide, lower, simulate and rewrite. Names and times each step."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import fx, nn
+
+from fxckpt.device import Device
+from fxckpt.errors import BudgetInfeasibleError, FxckptError, PassError, PlanMismatchError
+from fxckpt.joint import JointGraph
+from fxckpt.passes.capture import capture
+from fxckpt.passes.cost import cost
+from fxckpt.passes.cuts import cuts
+from fxckpt.passes.dp import dp
+from fxckpt.passes.functionalize import functionalize
+from fxckpt.passes.menu import menu
+from fxckpt.passes.rewrite import rewrite
+from fxckpt.passes.schedule import schedule
+from fxckpt.passes.simulate import simulate
+from fxckpt.passes.sqrtn import sqrtn
+from fxckpt.plan import Chain, Frontier, Graph, Plan, Program, Segment, SegmentProgram, Timeline
+from fxckpt.units import GIB, format_bytes
+
+__all__ = ["Captured", "Decision", "Goal", "build_graph", "capture_region", "decide", "emit"]
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What the user asked for.
+
+    Attributes:
+        strategy: ``"dp"``, ``"sqrtn"`` or ``"none"``.
+        budget_bytes: whole-step peak, None for no limit.
+        best_effort: take the plan with the smallest peak if none fits.
+        plan: a plan to use instead of solving.
+        name: of the model, for messages.
+        inputs: of the model, for messages.
+    """
+
+    strategy: str
+    budget_bytes: int | None
+    best_effort: bool = False
+    plan: Plan | None = None
+    name: str = "the model"
+    inputs: str = ""
+
+
+class Clock:
+    """Runs passes one by one: logs, times, and names the one that fails."""
+
+    def __init__(self) -> None:
+        self.seconds: list[tuple[str, float]] = []
+
+    def run(self, name: str, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        start = time.perf_counter()
+        try:
+            result = function(*args, **kwargs)
+        except FxckptError:
+            raise
+        except Exception as error:
+            done = ", ".join(step for step, _ in self.seconds) or "none"
+            raise PassError(f"pass {name!r} failed (passes before it: {done}): {type(error).__name__}: {error}") from error
+        self.seconds.append((name, time.perf_counter() - start))
+        log.debug("%s: %.3f s", *self.seconds[-1])
+        return result
+
+
+@dataclass(slots=True)
+class Captured:
+    """A region's joint graph; all plans for one input signature share it."""
+
+    joint: JointGraph
+    clock: Clock
+    tangents: frozenset[int] = frozenset()
+
+
+@dataclass(slots=True)
+class Decision:
+    """A plan with all that led to it."""
+
+    graph: Graph
+    chain: Chain
+    plan: Plan
+    program: Program
+    timeline: Timeline
+    plain: Timeline
+    min_peak_bytes: int
+    tangents: frozenset[int]
+    seconds: list[tuple[str, float]] = field(default_factory=list)
+
+
+def capture_region(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
+    """Capture ``module`` for these inputs.
+
+    Raises:
+        CaptureError: the module cannot be followed as a whole.
+    """
+    clock = Clock()
+    trace = clock.run("capture", capture, module, args, kwargs)
+    joint = clock.run("functionalize", functionalize, trace)
+    captured = Captured(joint, clock)
+    captured.tangents = _likely_tangents(joint)
+    return captured
+
+
+def _likely_tangents(joint: JointGraph) -> frozenset[int]:
+    """Slots of the outputs that the loss will probably use.
+
+    A model that returns its loss beside other things is trained by that loss: if exactly one differentiable output is
+    a scalar, only that one gets a gradient. The first backward tells; another pattern is planned anew.
+    """
+    slots = [slot for slot, tangent in enumerate(joint.slot_tangents) if tangent is not None]
+    scalars = [slot for slot in slots if joint.slot_tangents[slot].meta["val"].numel() == 1]  # type: ignore[union-attr]
+    return frozenset(scalars if len(scalars) == 1 else slots)
+
+
+def build_graph(captured: Captured, device: Device, **options: Any) -> Graph:
+    """Score the captured graph; ``options`` go to the cost pass."""
+    return captured.clock.run("cost", cost, captured.joint, device, **options)
+
+
+def decide(graph: Graph, goal: Goal, tangents: frozenset[int], floor_bytes: int = 0) -> Decision:
+    """Find the cheapest plan of ``goal.strategy`` whose simulated peak is within the budget.
+
+    Args:
+        graph: the joint graph with costs.
+        goal: strategy and budget.
+        tangents: slots of outputs that get a gradient.
+        floor_bytes: peak of the part of the step that no plan changes (the optimizer's own step).
+
+    Raises:
+        BudgetInfeasibleError: no plan fits.
+        PlanMismatchError: ``goal.plan`` belongs to another graph.
+    """
+    clock = Clock()
+    chain = clock.run("cuts", cuts, graph)
+    fingerprint = _fingerprint(graph)
+    keep_all = _keep_everything(graph, chain)
+    plain = clock.run("simulate", _simulated, graph, keep_all, tangents)[1]
+    if goal.plan is not None:
+        if goal.plan.fingerprint not in ("", fingerprint):
+            raise PlanMismatchError("the plan was made for another model or another input signature")
+        frontier = Frontier((goal.plan,))
+    else:
+        frontier = clock.run(goal.strategy, _candidates, goal.strategy, graph, chain, keep_all)
+    limit = None if goal.plan is not None else goal.budget_bytes
+    candidates = clock.run("schedule", lambda: [(p, *_simulated(graph, p, tangents)) for p in frontier.plans])
+    smallest = min(max(timeline.peak_bytes, floor_bytes) for _, _, timeline in candidates)
+    chosen = _choose(candidates, limit, goal, floor_bytes)
+    if chosen is None:
+        raise _infeasible(goal, graph, smallest, candidates)
+    plan, program, timeline = chosen
+    plan = dataclasses.replace(
+        plan, fingerprint=fingerprint, budget_bytes=goal.budget_bytes or 0, segments=_named(graph, plan.segments),
+        peak_bytes=max(timeline.peak_bytes, floor_bytes), extra_seconds=timeline.recompute_seconds,
+    )  # fmt: skip
+    program = Program(
+        tuple(dataclasses.replace(p, name=s.name) for p, s in zip(program.segments, plan.segments, strict=True))
+    )
+    return Decision(graph, chain, plan, program, timeline, plain, smallest, tangents, clock.seconds)
+
+
+Candidate = tuple[Plan, Program, Timeline]
+
+
+def _simulated(graph: Graph, plan: Plan, tangents: frozenset[int]) -> tuple[Program, Timeline]:
+    program = schedule(graph, plan, tangents)
+    return program, simulate(graph, program, tangents)
+
+
+def _candidates(strategy: str, graph: Graph, chain: Chain, keep_all: Plan) -> Frontier:
+    if strategy == "none":
+        return Frontier((keep_all,))
+    if strategy == "sqrtn":
+        return sqrtn(graph, chain)
+    frontier = dp(graph, chain, menu(graph, chain))
+    return Frontier((dataclasses.replace(keep_all, strategy="dp"), *frontier.plans))
+
+
+def _choose(candidates: list[Candidate], limit: int | None, goal: Goal, floor_bytes: int) -> Candidate | None:
+    if limit is None:
+        return candidates[0]
+    fitting = [c for c in candidates if max(c[2].peak_bytes, floor_bytes) <= limit]
+    if fitting:
+        return min(fitting, key=lambda c: (c[2].recompute_seconds, c[2].peak_bytes))
+    return min(candidates, key=lambda c: c[2].peak_bytes) if goal.best_effort else None
+
+
+def _infeasible(
+    goal: Goal, graph: Graph, smallest: int, candidates: list[Candidate]
+) -> BudgetInfeasibleError:
+    timeline = min(candidates, key=lambda c: c[2].peak_bytes)[2]
+    label = timeline.labels[timeline.peak_index]
+    node = next((node for node in graph.nodes if node.name == label[2]), None)
+    fixed = graph.fixed_bytes + sum(
+        slot.bytes for slot in graph.slots if slot.owner == -1 and graph.fresh_gradients
+    )
+    lines = [
+        f"no plan fits {format_bytes(goal.budget_bytes or 0)} for {goal.name}{' on ' + goal.inputs if goal.inputs else ''}.",
+        f"  smallest reachable peak  {format_bytes(smallest)}",
+        f"  fixed                    {format_bytes(fixed)}  parameters, gradients, buffers, inputs, optimizer",
+        f"  largest segment          {format_bytes(max(timeline.segment_peaks) - graph.fixed_bytes)}  "
+        f"{node.module + ', ' + node.source if node is not None and node.source else label[2]}",
+        f"  Try: budget_gb={-(-smallest * 1000 // GIB) / 1000:g}, or a smaller batch.",
+    ]
+    return BudgetInfeasibleError(
+        "\n".join(lines), budget_bytes=goal.budget_bytes or 0, min_peak_bytes=smallest, fixed_bytes=fixed
+    )
+
+
+def _keep_everything(graph: Graph, chain: Chain) -> Plan:
+    """Stage by stage, nothing is recomputed."""
+    segments = []
+    for stage in chain.stages:
+        values = [graph.nodes[value] for value in graph.forward[stage.start : stage.stop]]
+        segments.append(Segment(stage.start, stage.stop, tuple(node.name for node in values if not node.container)))
+    return Plan("none", tuple(segments))
+
+
+def _named(graph: Graph, segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
+    return tuple(
+        dataclasses.replace(s, name=s.name or _segment_name(graph, s), inner=_named(graph, s.inner)) for s in segments
+    )
+
+
+def _segment_name(graph: Graph, segment: Segment) -> str:
+    """Module paths of the first and the last operation, shortened to their common part if there is one."""
+    modules = [graph.nodes[value].module for value in graph.forward[segment.start : segment.stop]]
+    modules = [module for module in modules if module]
+    if not modules:
+        return ""
+    first, last = modules[0], modules[-1]
+    return first if first == last else f"{first} .. {last}"
+
+
+def _fingerprint(graph: Graph) -> str:
+    """Of structure and sizes, not of costs: a plan made for one device's speed may run on another's."""
+    digest = hashlib.sha256()
+    for node in graph.nodes:
+        digest.update(repr((node.name, node.op, node.inputs, node.storages)).encode())
+    digest.update(repr(graph.storage_bytes).encode())
+    return digest.hexdigest()[:16]
+
+
+def emit(captured: Captured, decision: Decision) -> fx.GraphModule:
+    """Rewrite the captured graph as the decision says."""
+    graph, plan, clock = decision.graph, decision.plan, captured.clock
+
+    def reschedule(index: int, present: tuple[bool, ...]) -> SegmentProgram:
+        return _for_pattern(decision, index, present)
+
+    module = clock.run("rewrite", rewrite, captured.joint, graph, decision.program, reschedule)
+    log.debug("%d segments for %s", len(plan.segments), plan.strategy)
+    assert isinstance(module, torch.fx.GraphModule)
+    return module
+
+
+def _for_pattern(decision: Decision, index: int, present: tuple[bool, ...]) -> SegmentProgram:
+    """The program of segment ``index`` when only some of its tangents arrive; it saves what it saved before."""
+    graph, segment, program = decision.graph, decision.plan.segments[index], decision.program.segments[index]
+    arriving = frozenset(slot for slot, there in zip(program.tangents, present, strict=True) if there)
+    kept = tuple(graph.nodes[value].name for value in program.saved if graph.nodes[value].phase == "forward")
+    alone = Plan(decision.plan.strategy, (dataclasses.replace(segment, kept=kept),))
+    return schedule(dataclasses.replace(graph, outputs=()), alone, arriving).segments[0]

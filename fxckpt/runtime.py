@@ -1,0 +1,134 @@
+"""What the rewritten graph calls while training: the recompute function, its segments, and random state.
+
+All state of a step lives in autograd's context objects, none on the modules: forwards and backwards of the same model
+may interleave, in any order and in several threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxckpt import _torch
+
+__all__ = ["RecomputeFunction", "SegmentModule", "replay_random", "save_random_state"]
+
+Code = Callable[[list[Any]], Any]
+
+
+class RecomputeFunction(torch.autograd.Function):
+    """Runs a segment: forward keeps what the plan says, backward recomputes the rest and returns the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, segment: SegmentModule, *inputs: Any) -> tuple[Any, ...]:
+        with _torch.below_autograd():
+            outputs, saved, ctx.states = segment.forward_code(list(inputs))
+        ctx.segment = segment
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*saved)
+        if segment.constant_outputs:
+            ctx.mark_non_differentiable(*(outputs[index] for index in segment.constant_outputs))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        segment: SegmentModule = ctx.segment
+        tangents = [grads[index] for index in segment.tangent_outputs]
+        present = tuple(tangent is not None for tangent in tangents)
+        if not any(present):
+            return (None,) * (segment.input_count + 1)
+        if torch.is_grad_enabled():
+            return (None, *segment.differentiable_backward(ctx, tangents))
+        code = segment.backward_code(present)
+        boxed = list(ctx.saved_tensors)
+        boxed += ctx.states
+        boxed += [tangent for tangent in tangents if tangent is not None]
+        del tangents, grads
+        _torch.clear_saved(ctx)
+        with _torch.below_autograd():
+            return (None, *code(boxed))
+
+
+class SegmentModule(nn.Module):
+    """One segment of the rewritten graph. Calling it runs :class:`RecomputeFunction`.
+
+    Attributes:
+        forward_graph: GraphModule from a list of inputs to (outputs, saved tensors, generator states).
+        specialise: builds the backward GraphModule for a pattern of present tangents.
+        tangent_outputs: which outputs' gradients backward takes, in order.
+        constant_outputs: outputs that no gradient flows to.
+        detached: inputs that require grad but get none from this segment; they enter detached so that the autograd
+            graph has the same edges as in eager.
+    """
+
+    def __init__(
+        self,
+        forward_graph: torch.fx.GraphModule,
+        specialise: Callable[[tuple[bool, ...]], torch.fx.GraphModule],
+        *,
+        input_count: int,
+        tangent_outputs: tuple[int, ...],
+        constant_outputs: tuple[int, ...],
+        detached: tuple[int, ...],
+        expected: tuple[bool, ...],
+        differentiable: bool,
+    ) -> None:
+        super().__init__()
+        self.forward_graph = forward_graph
+        self.forward_code: Code = forward_graph.forward
+        self.specialise = specialise
+        self.codes: dict[tuple[bool, ...], Code] = {}
+        self.input_count = input_count
+        self.tangent_outputs, self.constant_outputs, self.detached = tangent_outputs, constant_outputs, detached
+        self.differentiable = differentiable
+        if differentiable:
+            self.backward_graph = specialise(expected)
+            self.codes[expected] = self.backward_graph.forward
+
+    def forward(self, *inputs: Any) -> tuple[Any, ...]:
+        if not self.differentiable:
+            with torch.no_grad(), _torch.below_autograd():
+                return tuple(self.forward_code(list(inputs))[0])
+        if self.detached:
+            entering = list(inputs)
+            for index in self.detached:
+                entering[index] = entering[index].detach()
+            inputs = tuple(entering)
+        result: tuple[Any, ...] = RecomputeFunction.apply(self, *inputs)
+        return result
+
+    def backward_code(self, present: tuple[bool, ...]) -> Code:
+        """Backward for this pattern of tangents, built at its first use."""
+        if present not in self.codes:
+            self.codes[present] = self.specialise(present).forward
+        return self.codes[present]
+
+    def differentiable_backward(self, ctx: Any, tangents: list[Tensor | None]) -> list[Tensor | None]:
+        raise NotImplementedError("double backward through a planned segment")
+
+
+def save_random_state(device: torch.device) -> Tensor:
+    """State of the device's default generator."""
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    return getattr(torch, device.type).get_rng_state(device)  # type: ignore[no-any-return]
+
+
+def _set_random_state(device: torch.device, state: Tensor) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        getattr(torch, device.type).set_rng_state(state, device)
+
+
+def replay_random(func: Callable[..., Any], device: torch.device, state: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Run a random operator again from ``state``; the generator's stream is as before afterwards."""
+    current = save_random_state(device)
+    _set_random_state(device, state)
+    try:
+        return func(*args, **kwargs)
+    finally:
+        _set_random_state(device, current)

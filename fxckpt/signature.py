@@ -1,0 +1,128 @@
+"""What a plan depends on: the key under which planned graphs are cached, and the tensors that go into them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from fxckpt.state import INTERNAL, SIMPLE
+
+__all__ = ["Call", "read_call"]
+
+MAX_ITEMS = 64  # longer plain containers on a module are compared by identity
+
+
+class Call:
+    """One call of a model, taken apart.
+
+    Attributes:
+        leaves: flat inputs.
+        key: hashable; calls with equal keys run the same graph.
+        structure: like ``key`` without what only changes the plan, not the captured graph (existing gradients).
+        has_gradients: every parameter that requires grad has a ``.grad``.
+    """
+
+    __slots__ = ("has_gradients", "key", "leaves", "structure")
+
+    def __init__(self, leaves: list[Any], structure: Hashable, has_gradients: bool) -> None:
+        self.leaves, self.structure, self.has_gradients = leaves, structure, has_gradients
+        self.key = (structure, has_gradients)
+
+
+def read_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """Take a call apart.
+
+    Args:
+        model: the model about to run.
+        args: positional inputs.
+        kwargs: keyword inputs.
+    """
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    first: dict[int, int] = {}
+    parts: list[Any] = [spec]
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            parts.append((first.setdefault(id(leaf), index), _describe(leaf)))
+        else:
+            parts.append(_plain(leaf))
+    reader = _ModelReader()
+    reader.visit(model)
+    structure = (tuple(parts), tuple(reader.parts), _autocast())
+    return Call(leaves, structure, reader.with_gradient > 0 and reader.without_gradient == 0)
+
+
+def _describe(tensor: Tensor) -> Hashable:
+    stride = tensor.stride() if tensor.layout is torch.strided else None
+    return tensor.shape, stride, tensor.dtype, tensor.device, tensor.requires_grad, type(tensor)
+
+
+def _autocast() -> Hashable:
+    """Autocast state of the devices for which it is on."""
+    kinds = ("cpu", "cuda")
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))
+
+
+class _ModelReader:
+    """Walks modules: their flags, tensors and plain attributes."""
+
+    def __init__(self) -> None:
+        self.parts: list[Hashable] = []
+        self.seen: set[int] = set()
+        self.objects: dict[int, Hashable] = {}
+        self.with_gradient = self.without_gradient = 0
+
+    def visit(self, module: nn.Module) -> None:
+        """Append all that ``module`` and what is below it contribute to the key."""
+        self.seen.add(id(module))
+        entries = module.__dict__
+        self.parts.append((id(type(module)), module.training, len(module._forward_hooks), len(module._forward_pre_hooks)))
+        for tensor in module._parameters.values():
+            if tensor is not None:
+                self.parts.append((id(tensor), *_describe(tensor)))  # type: ignore[misc]
+                if tensor.requires_grad:
+                    if tensor.grad is None:
+                        self.without_gradient += 1
+                    else:
+                        self.with_gradient += 1
+        for tensor in module._buffers.values():
+            if tensor is not None:
+                self.parts.append(_describe(tensor))
+        for key in entries.keys() - INTERNAL:
+            if not key.startswith("_fxckpt"):
+                self.parts.append((key, self._attribute(entries[key])))
+        for name, child in module._modules.items():
+            if child is not None:
+                if id(child) in self.seen:
+                    self.parts.append((name, id(child)))
+                else:
+                    self.visit(child)
+
+    def _attribute(self, value: Any) -> Hashable:
+        if isinstance(value, SIMPLE):
+            return value
+        if isinstance(value, Tensor):
+            return _describe(value)
+        if isinstance(value, (list, tuple, dict)):
+            return _plain(value)
+        if id(value) not in self.objects:
+            state = getattr(value, "__dict__", None)
+            simple = () if not isinstance(state, dict) or isinstance(value, (nn.Module, type)) or callable(value) else (
+                tuple((key, item) for key, item in state.items() if isinstance(item, SIMPLE))
+            )
+            self.objects[id(value)] = (id(value), simple)
+        return self.objects[id(value)]
+
+
+def _plain(value: Any) -> Hashable:
+    """A hashable stand-in: the value itself if it is plain, else its contents or its identity."""
+    if isinstance(value, SIMPLE):
+        return (type(value).__name__, value)
+    if isinstance(value, (list, tuple)) and len(value) <= MAX_ITEMS:
+        return (type(value).__name__, *(_plain(item) for item in value))
+    if isinstance(value, dict) and len(value) <= MAX_ITEMS:
+        return ("dict", *((str(key), _plain(item)) for key, item in value.items()))
+    return (type(value).__name__, id(value))

@@ -1,0 +1,183 @@
+"""Tensors and plain attributes of a module tree: collected, swapped for fakes during a trace, and put back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxckpt.errors import CaptureError
+
+__all__ = ["HeldTensor", "ModuleState", "contains_tensor", "find_tensors"]
+
+PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
+SIMPLE = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
+INTERNAL = frozenset(vars(nn.Module()))
+
+
+@dataclass(slots=True)
+class HeldTensor:
+    """A tensor of the module tree and every dictionary entry that holds it (several for tied weights)."""
+
+    kind: str
+    name: str
+    tensor: Tensor
+    places: list[tuple[dict[str, Any], str]]
+
+
+@dataclass(slots=True)
+class ModuleState:
+    """All that a forward can read or write on a module tree.
+
+    Attributes:
+        modules: (path, module), each module once.
+        tensors: parameters, buffers and tensors on plain attributes, each tensor once.
+    """
+
+    root: nn.Module
+    modules: list[tuple[str, nn.Module]] = field(default_factory=list)
+    tensors: list[HeldTensor] = field(default_factory=list)
+
+    @classmethod
+    def collect(cls, root: nn.Module) -> ModuleState:
+        """Walk ``root``.
+
+        Raises:
+            CaptureError: a tensor is of a subclass that the trace cannot follow.
+        """
+        state = cls(root, list(root.named_modules()))
+        seen: dict[int, HeldTensor] = {}
+        for kind, table in (("parameter", "_parameters"), ("buffer", "_buffers"), ("attribute", "")):
+            for path, module in state.modules:
+                entries = vars(module)[table] if table else vars(module)
+                for key, value in entries.items():
+                    if isinstance(value, Tensor):
+                        state._hold(seen, kind, f"{path}.{key}" if path else key, value, entries, key)
+        return state
+
+    def _hold(
+        self, seen: dict[int, HeldTensor], kind: str, name: str, value: Tensor, entries: dict[str, Any], key: str
+    ) -> None:
+        if id(value) in seen:
+            seen[id(value)].places.append((entries, key))
+            return
+        if type(value) not in PLAIN_TENSORS:
+            raise CaptureError(
+                f"{name} is a {type(value).__name__}, which cannot be captured",
+                module=name.rpartition(".")[0],
+                reason=f"tensor subclass {type(value).__name__}",
+            )
+        held = seen[id(value)] = HeldTensor(kind, name, value, [(entries, key)])
+        self.tensors.append(held)
+
+    @contextlib.contextmanager
+    def swapped(self, fakes: list[Tensor], assigned: list[tuple[str, str, Any]]) -> Iterator[None]:
+        """Put ``fakes`` in the places of the tensors; afterwards restore every attribute as it was.
+
+        What the code inside assigned to attributes is appended to ``assigned`` as (module path, name, value).
+
+        Raises:
+            CaptureError: a container attribute was changed in place, or modules were added or removed.
+        """
+        before = [_snapshot(module) for _, module in self.modules]
+        for held, fake in zip(self.tensors, fakes, strict=True):
+            for entries, key in held.places:
+                entries[key] = fake
+        swapped_in = {id(fake) for fake in fakes}
+        try:
+            yield
+            for (path, module), snapshot in zip(self.modules, before, strict=True):
+                assigned += [(path, key, value) for key, value in _changes(path, module, snapshot, swapped_in)]
+        finally:
+            for (_, module), snapshot in zip(self.modules, before, strict=True):
+                _restore(module, snapshot)
+
+
+def _snapshot(module: nn.Module) -> dict[str, Any]:
+    """Every entry of ``module.__dict__``; dictionaries, lists and sets also by their present contents."""
+    copies = {key: _copy(value) for key, value in vars(module).items() if isinstance(value, (dict, list, set))}
+    return {"entries": dict(vars(module)), "copies": copies}
+
+
+def _copy(value: Any) -> Any:
+    return type(value)(value) if type(value) in (dict, list, set) else value.copy()
+
+
+def _changes(path: str, module: nn.Module, snapshot: dict[str, Any], swapped_in: set[int]) -> Iterator[tuple[str, Any]]:
+    entries, copies = snapshot["entries"], snapshot["copies"]
+    for key, value in vars(module).items():
+        old = entries.get(key, _MISSING)
+        if key in ("_parameters", "_buffers"):
+            for name, tensor in value.items():
+                if tensor is not copies[key].get(name) and id(tensor) not in swapped_in:
+                    yield name, tensor
+        elif value is old or id(value) in swapped_in:
+            if key in copies and not _same_contents(value, copies[key]):
+                raise CaptureError(
+                    f"forward changes the container {key!r} of module {path or 'the model'!r} in place",
+                    module=path,
+                    reason=f"attribute {key!r} is changed in place",
+                )
+        else:
+            yield key, value
+
+
+def _same_contents(value: Any, copy: Any) -> bool:
+    if len(value) != len(copy):
+        return False
+    if isinstance(value, dict):
+        return all(key in copy and copy[key] is item for key, item in value.items())
+    if isinstance(value, set):
+        return bool(value == copy)
+    return all(a is b for a, b in zip(value, copy, strict=True))
+
+
+def _restore(module: nn.Module, snapshot: dict[str, Any]) -> None:
+    entries = vars(module)
+    for key in [key for key in entries if key not in snapshot["entries"]]:
+        del entries[key]
+    entries.update(snapshot["entries"])
+    for key, copy in snapshot["copies"].items():
+        value = entries[key]
+        if not _same_contents(value, copy):
+            if isinstance(value, list):
+                value[:] = copy
+            else:
+                value.clear()
+                value.update(copy)
+
+
+_MISSING = object()
+
+
+def find_tensors(value: Any, found: list[Tensor] | None = None, seen: set[int] | None = None) -> list[Tensor]:
+    """Tensors reachable from ``value`` through containers and object attributes, modules not entered."""
+    found = [] if found is None else found
+    seen = set() if seen is None else seen
+    if isinstance(value, (*SIMPLE, nn.Module, type)) or (callable(value) and not hasattr(value, "__dict__")):
+        return found
+    if id(value) in seen:
+        return found
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        found.append(value)
+    elif isinstance(value, dict):
+        for item in value.values():
+            find_tensors(item, found, seen)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            find_tensors(item, found, seen)
+    for item in () if isinstance(value, Tensor) else vars(value).values() if hasattr(value, "__dict__") else ():
+        find_tensors(item, found, seen)
+    for slot in () if isinstance(value, Tensor) else getattr(type(value), "__slots__", ()):
+        find_tensors(getattr(value, slot, None), found, seen)
+    return found
+
+
+def contains_tensor(value: Any) -> bool:
+    """Whether a tensor is reachable from ``value``."""
+    return bool(find_tensors(value))

@@ -1,0 +1,209 @@
+"""The recomputation that no schedule can avoid at a budget.
+
+At any moment between forward and the end of backward some forward results are in memory. Those that the rest of
+backward reads and that are not there must be computed once more, with all that this takes. So for every price per
+byte the minimum cut of the menus, taken over the whole graph, less the price of the memory that is left for forward
+results at that moment, is a lower bound (Lagrangian duality; Geoffrion 1974). Over all prices the best one is the
+height of the lower convex hull of (kept bytes, extra seconds) above the memory that is left, and two points of the
+hull that lie on either side of it are found by a few cuts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import networkx as nx
+from networkx.algorithms.flow import boykov_kolmogorov
+
+from fxckpt.plan import GradNode, Graph
+
+__all__ = ["bound"]
+
+TICKS = 10**12  # per second; times are integers inside the cuts
+SOURCE, SINK = -1, -2
+
+
+class _Moment(NamedTuple):
+    """While a backward node runs.
+
+    Attributes:
+        step: number of the node in the order of backward.
+        used: bytes that are in memory whatever the schedule; of forward results those that the node reads.
+        demand: bytes of the forward results that later nodes read and that are not counted in ``used``.
+    """
+
+    step: int
+    used: int
+    demand: int
+
+
+def bound(graph: Graph, budget_bytes: int, moments: int = 4) -> float:
+    """Seconds of recomputation that every schedule with a peak of at most ``budget_bytes`` pays at least.
+
+    A schedule runs the backward nodes once, in the recorded order, after all of forward. Counted as in memory are the
+    fixed bytes and the results of the region, and while a backward node runs the gradients that exist then, what the
+    node reads and what it makes. The bound is the best of those of the ``moments`` at which memory is shortest if
+    all is kept, taken from different parts of backward. About ten minimum cuts for each moment.
+    """
+    problem = _Problem(graph)
+    short = [moment for moment in problem.moments() if moment.used + moment.demand > budget_bytes]
+    chosen: list[_Moment] = []
+    near = len(problem.steps) // 10
+    for moment in sorted(short, key=lambda moment: (-moment.used - moment.demand, moment.step)):
+        if len(chosen) < moments and all(abs(moment.step - other.step) > near for other in chosen):
+            chosen.append(moment)
+    prices = (problem.least(moment.step, budget_bytes - moment.used) for moment in chosen)
+    return max(prices, default=0) / TICKS
+
+
+class _Problem:
+    """The graph as storages and the operations that make them."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.runs = _ancestors(graph, [*graph.outputs, *graph.required])
+        self.maker: dict[int, int] = {}
+        for value in graph.forward:
+            for storage in graph.nodes[value].allocates:
+                self.maker.setdefault(storage, value)
+        self.held = {s for value in graph.outputs for s in graph.nodes[value].storages if s in self.maker}
+        self.base = graph.fixed_bytes + sum(graph.storage_bytes[storage] for storage in self.held)
+        self.steps = [(index, value) for index, grad in enumerate(graph.grad_nodes) for value in grad.nodes]
+        self.reads = [self._storages(graph.nodes[value].inputs) for _, value in self.steps]
+
+    def _storages(self, values: Iterable[int]) -> list[int]:
+        """Storages of forward that ``values`` live in."""
+        nodes = self.graph.nodes
+        found = (storage for value in values if value < len(nodes) for storage in nodes[value].storages)
+        return [storage for storage in dict.fromkeys(found) if storage in self.maker]
+
+    def moments(self) -> list[_Moment]:
+        """What is in memory while each backward node runs."""
+        graph = self.graph
+        last_read = {storage: step for step, reads in enumerate(self.reads) for storage in reads}
+        dying: list[int] = [0] * len(self.steps)
+        for storage, step in last_read.items():
+            dying[step] += 0 if storage in self.held else graph.storage_bytes[storage]
+        demand = sum(dying)
+        gradients = _Gradients(graph)
+        found: list[_Moment] = []
+        done = -1
+        for step, (index, value) in enumerate(self.steps):
+            while done < index - 1:
+                done += 1
+                gradients.finish(graph.grad_nodes[done])
+            reads = sum(graph.storage_bytes[storage] for storage in self.reads[step] if storage not in self.held)
+            used = self.base + gradients.bytes + reads + graph.nodes[value].workspace_bytes
+            if not graph.nodes[value].inplace:
+                used += sum(graph.storage_bytes[storage] for storage in graph.nodes[value].allocates)
+            found.append(_Moment(step, used, demand - reads))
+            demand -= dying[step]
+        return found
+
+    def least(self, step: int, room: int) -> int:
+        """Least ticks of recomputation if, with what node ``step`` reads, ``room`` more bytes of forward are there."""
+        free = self.held | set(self.reads[step])
+        needed = dict.fromkeys(s for reads in self.reads[step + 1 :] for s in reads if s not in free)
+        edges = self._edges(list(needed), free)
+        sizes, times = sum(max(e[3], 0) for e in edges) + 1, sum(max(e[2], 0) for e in edges) + 1
+        left, right = self._cut(edges, 1, sizes), self._cut(edges, times, 1)
+        if left[0] <= room:
+            return left[1]
+        if right[0] >= room:
+            return right[1]
+        while True:
+            price, scale = right[1] - left[1], left[0] - right[0]
+            point = self._cut(edges, price, scale)
+            if scale * point[1] + price * point[0] >= scale * left[1] + price * left[0]:
+                return left[1] + price * (left[0] - room) // scale
+            left, right = (point, right) if point[0] > room else (left, point)
+
+    def _edges(self, needed: list[int], free: set[int]) -> list[tuple[int, int, int, int]]:
+        """Edges ``(from, to, ticks, bytes)``, -1 for no limit; operation ``v`` is node ``-3 - v``."""
+        nodes = self.graph.nodes
+        edges = [(SOURCE, storage, -1, -1) for storage in needed]
+        seen, stack, operations = set(needed), list(needed), set()
+        while stack:
+            storage = stack.pop()
+            value = self.maker[storage]
+            edges.append((storage, -3 - value, 0, self.graph.storage_bytes[storage]))
+            if value in operations:
+                continue
+            operations.add(value)
+            ticks = round(nodes[value].seconds * TICKS) if value in self.runs else 0
+            edges.append((-3 - value, SINK, *((ticks, 0) if nodes[value].recomputable else (-1, -1))))
+            for read in self._storages(nodes[value].inputs):
+                if read not in free:
+                    edges.append((-3 - value, read, -1, -1))
+                    if read not in seen:
+                        seen.add(read)
+                        stack.append(read)
+        return edges
+
+    def _cut(self, edges: list[tuple[int, int, int, int]], price: int, scale: int) -> tuple[int, int]:
+        """Kept bytes and ticks that make ``scale * ticks + price * bytes`` least."""
+        if not edges:
+            return 0, 0
+        network = nx.DiGraph()
+        for tail, head, ticks, size in edges:
+            if ticks < 0:
+                network.add_edge(tail, head)
+            else:
+                network.add_edge(tail, head, capacity=scale * ticks + price * size)
+        _, (reached, _) = nx.minimum_cut(network, SOURCE, SINK, flow_func=boykov_kolmogorov)
+        cut = [(ticks, size) for tail, head, ticks, size in edges if tail in reached and head not in reached]
+        return sum(size for _, size in cut), sum(ticks for ticks, _ in cut)
+
+
+class _Gradients:
+    """Bytes of the gradients that exist while backward advances; those that share memory are counted once."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.bytes = 0
+        self.holders: dict[int, tuple[str, int]] = {}
+        self.sharing: dict[tuple[str, int], int] = {}
+        self.sizes: dict[tuple[str, int], int] = {}
+        for slot, entry in enumerate(graph.slots):
+            if entry.tangent >= 0:
+                self._add(slot, ("slot", slot), entry.bytes)
+
+    def _add(self, slot: int, holder: tuple[str, int], size: int) -> None:
+        self.holders[slot] = holder
+        self.sharing[holder] = self.sharing.get(holder, 0) + 1
+        if self.sharing[holder] == 1:
+            self.sizes[holder] = size
+            self.bytes += size
+
+    def finish(self, grad: GradNode) -> None:
+        """Add what the autograd node contributes, drop what it consumed."""
+        graph, count = self.graph, len(self.graph.nodes)
+        for slot, value in grad.contributes:
+            owner = graph.slots[slot].owner
+            if slot in self.holders or owner < -1 or (owner == -1 and not graph.fresh_gradients):
+                continue
+            if value >= count and value - count in self.holders:
+                holder = self.holders[value - count]
+                self._add(slot, holder, self.sizes[holder])
+            elif value < count and graph.nodes[value].allocates:
+                storage = graph.nodes[value].allocates[0]
+                self._add(slot, ("storage", storage), min(graph.slots[slot].bytes, graph.storage_bytes[storage]))
+        for slot in grad.reads:
+            holder = self.holders.pop(slot, ("none", -1))
+            if holder in self.sharing:
+                self.sharing[holder] -= 1
+                if not self.sharing[holder]:
+                    self.bytes -= self.sizes[holder]
+
+
+def _ancestors(graph: Graph, values: Iterable[int]) -> set[int]:
+    """``values`` and all that they are computed from."""
+    seen: set[int] = set()
+    stack = list(values)
+    while stack:
+        value = stack.pop()
+        if value not in seen:
+            seen.add(value)
+            stack += graph.nodes[value].inputs
+    return seen

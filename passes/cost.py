@@ -1,0 +1,232 @@
+"""Score every node of the joint graph: storages and their bytes, seconds, and what may be recomputed."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxckpt import _torch
+from fxckpt.device import Device, is_view, op_work
+from fxckpt.joint import JointGraph, sum_gradients
+from fxckpt.plan import GradNode, Graph, Node, Slot
+
+__all__ = ["cost"]
+
+CUDA_BLOCK = 512  # the caching allocator hands out multiples of 512 bytes
+
+
+def cost(
+    joint: JointGraph,
+    device: Device,
+    *,
+    workspaces: dict[str, int] | None = None,
+    seconds: dict[str, float] | None = None,
+    fresh_gradients: bool = True,
+    extra_fixed: tuple[tuple[str, int], ...] = (),
+) -> Graph:
+    """Describe ``joint`` by numbers.
+
+    Args:
+        joint: functional joint graph.
+        device: rates for the roofline estimate of seconds.
+        workspaces: bytes of scratch memory by node name, measured; absent means none.
+        seconds: measured seconds by node name, which take the place of the estimate.
+        fresh_gradients: ``.grad`` of the parameters is None when backward starts.
+        extra_fixed: further parts of fixed memory by name (existing gradients, optimizer state), bytes.
+
+    Returns:
+        The graph that the solvers, the scheduler and the simulator read.
+    """
+    return _Costs(joint, device, workspaces or {}, seconds or {}).graph(fresh_gradients, extra_fixed)
+
+
+class _Costs:
+    def __init__(
+        self, joint: JointGraph, device: Device, workspaces: dict[str, int], seconds: dict[str, float]
+    ) -> None:
+        self.joint, self.device, self.workspaces, self.seconds = joint, device, workspaces, seconds
+        self.index = {node: index for index, node in enumerate(joint.nodes)}
+        for slot, node in enumerate(joint.sums):
+            self.index[node] = len(joint.nodes) + slot
+        self.storage_of: dict[int, int] = {}
+        self.bytes: list[int] = []
+        self.input_storages: set[int] = set()
+        self.forward = set(joint.forward)
+        self.mutated = {self._storages(node)[0] for node in joint.mutated if self._storages(node)}
+        self.read_by_backward = self._read_by_backward()
+
+    def _read_by_backward(self) -> set[fx.Node]:
+        backward = [node for _, _, _, nodes, _ in self.joint.records for node in nodes]
+        return {source for node in backward for source in node.all_input_nodes if source in self.forward}
+
+    def _storages(self, node: fx.Node) -> tuple[int, ...]:
+        values = node.meta.get("val")
+        if isinstance(values, Tensor):
+            values = (values,)
+        found: dict[int, None] = {}
+        for value in values if isinstance(values, (tuple, list)) else ():
+            if isinstance(value, Tensor) and value.layout is torch.strided:
+                found[self._storage(value)] = None
+        return tuple(found)
+
+    def _storage(self, value: Tensor) -> int:
+        key = _torch.storage_key(value)
+        if key not in self.storage_of:
+            self.storage_of[key] = len(self.bytes)
+            size = int(value.untyped_storage().nbytes())
+            if value.device.type == "cuda":
+                size = -(-size // CUDA_BLOCK) * CUDA_BLOCK
+            self.bytes.append(size)
+        return self.storage_of[key]
+
+    def graph(self, fresh_gradients: bool, extra_fixed: tuple[tuple[str, int], ...]) -> Graph:
+        joint = self.joint
+        fixed = self._fixed() + extra_fixed
+        known = set(self.input_storages)
+        nodes = []
+        for node in joint.nodes:
+            storages = self._storages(node)
+            new = tuple(storage for storage in storages if storage not in known)
+            known.update(new)
+            nodes.append(self._node(node, storages, new))
+        return Graph(
+            nodes=tuple(nodes),
+            forward=tuple(self.index[node] for node in joint.forward),
+            grad_nodes=tuple(self._grad_node(*record) for record in joint.records),
+            slots=tuple(self._slot(slot) for slot in range(len(joint.sums))),
+            storage_bytes=tuple(self.bytes),
+            outputs=tuple(dict.fromkeys(self.index[node] for node in joint.outputs)),
+            required=tuple(self.index[node] for node in joint.forward if self._has_effect(node)),
+            forbidden=tuple(joint.forbidden),
+            fixed_bytes=sum(size for _, size in fixed),
+            fixed=fixed,
+            fresh_gradients=fresh_gradients,
+        )
+
+    def _fixed(self) -> tuple[tuple[str, int], ...]:
+        """Bytes of the region's inputs, each storage once, by kind."""
+        placeholders = [node for node in self.joint.nodes if node.op == "placeholder"]
+        parts = {"parameters": 0, "buffers": 0, "inputs": 0}
+        names = {"parameter": "parameters", "argument": "inputs"}
+        for node, entry in zip(placeholders, self.joint.inputs, strict=False):
+            for storage in self._storages(node):
+                if storage not in self.input_storages:
+                    self.input_storages.add(storage)
+                    parts[names.get(entry.kind, "buffers")] += self.bytes[storage]
+        return tuple(parts.items())
+
+    def _node(self, node: fx.Node, storages: tuple[int, ...], new: tuple[int, ...]) -> Node:
+        module, source = self.joint.places.get(node.name, ("", ""))
+        inputs = tuple(self.index[source_node] for source_node in node.all_input_nodes)
+        if node.op == "placeholder":
+            order = self.index[node]
+            kind = "input" if order < len(self.joint.inputs) else "tangent"
+            return Node(node.name, kind, "input", storages=storages, allocates=new)
+        phase = "forward" if node in self.forward else "backward"
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source_node: source_node.meta.get("val"))
+        value = node.meta.get("val")
+        view = is_view(node.target) and not new
+        flops, moved = (0, 0) if is_view(node.target) else op_work(node.target, args, kwargs, value)
+        return Node(
+            name=node.name, op=str(node.target), phase=phase, inputs=inputs, storages=storages, allocates=new,
+            seconds=self._seconds(node, flops, moved), workspace_bytes=self.workspaces.get(node.name, 0),
+            view=view, container=isinstance(value, (tuple, list)), random=_is_random(node),
+            recomputable=self._recomputable(node, storages), keepable=self._keepable(node),
+            inplace=_can_overwrite(node), dense=_is_dense(value), flops=flops, moved_bytes=moved, module=module,
+            source=source,
+        )  # fmt: skip
+
+    def _seconds(self, node: fx.Node, flops: int, moved: int) -> float:
+        if node.name in self.seconds:
+            return self.seconds[node.name]
+        if is_view(node.target):
+            return 0.0
+        values = [node.meta.get("val"), *(source.meta.get("val") for source in node.all_input_nodes)]
+        half = any(isinstance(v, Tensor) and v.dtype in (torch.bfloat16, torch.float16) for v in values)
+        rate = self.device.half_flops if half else self.device.flops
+        return max(flops / rate, moved / self.device.bandwidth) + self.device.launch_seconds
+
+    def _has_effect(self, node: fx.Node) -> bool:
+        """Whether forward must run the node even if nothing reads its value."""
+        if node in self.joint.copies or _is_random(node) or node.target is operator.getitem:
+            return node.target is not operator.getitem
+        schema = getattr(node.target, "_schema", None)
+        foreign = getattr(node.target, "namespace", "aten") not in ("aten", "prims")
+        statistics = any(source in self.joint.mutated for source in node.all_input_nodes)
+        return foreign or statistics or (schema is not None and schema.is_mutable)
+
+    def _recomputable(self, node: fx.Node, storages: tuple[int, ...]) -> bool:
+        if node.target is operator.getitem:
+            return True
+        if getattr(node.target, "namespace", "aten") not in ("aten", "prims") or node in self.joint.copies:
+            return False
+        generator = node.kwargs.get("generator")
+        if generator is not None:
+            return False  # a private generator: only its result is kept
+        statistics = "batch_norm" in str(node.target)  # recomputed without running statistics
+        read = {storage for source in node.all_input_nodes for storage in self._storages(source)}
+        return statistics or not (self.mutated & read)
+
+    def _keepable(self, node: fx.Node) -> bool:
+        return node not in self.joint.outputs or node in self.read_by_backward
+
+    def _grad_node(
+        self, name: str, position: int, reads: list[int], nodes: list[fx.Node], contributes: list[tuple[int, fx.Node]]
+    ) -> GradNode:
+        index = self.index
+        pairs = tuple((slot, index[node]) for slot, node in contributes)
+        return GradNode(name, position, tuple(reads), tuple(index[node] for node in nodes), pairs)
+
+    def _slot(self, slot: int) -> Slot:
+        joint = self.joint
+        value, tangent, total = joint.slot_values[slot], joint.slot_tangents[slot], joint.sums[slot].meta.get("val")
+        size = 0
+        if isinstance(total, Tensor) and total.layout is torch.strided:
+            size = total.numel() * total.element_size()
+            if total.device.type == "cuda":
+                size = -(-size // CUDA_BLOCK) * CUDA_BLOCK
+        seconds = 3 * size / self.device.bandwidth + self.device.launch_seconds
+        return Slot(
+            value=-1 if value is None else self.index[value], owner=joint.slot_owner[slot],
+            tangent=-1 if tangent is None else self.index[tangent], bytes=size, seconds=seconds,
+        )  # fmt: skip
+
+
+def _is_random(node: fx.Node) -> bool:
+    tags = getattr(node.target, "tags", ())
+    if torch.Tag.nondeterministic_seeded not in tags:
+        return False
+    schema = node.target._schema  # type: ignore[union-attr]
+    for position, argument in enumerate(schema.arguments):
+        if argument.name in ("dropout_p", "dropout"):
+            given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name, 0.0)
+            return bool(given)
+    return node.target is not sum_gradients
+
+
+def _is_dense(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided and bool(
+        torch._prims_common.is_non_overlapping_and_dense_or_false(value)
+        if hasattr(torch._prims_common, "is_non_overlapping_and_dense_or_false")
+        else torch._prims_common.is_non_overlapping_and_dense(value)
+    )
+
+
+def _can_overwrite(node: fx.Node) -> bool:
+    """Whether the operator has an in-place form and its result fits the storage of its first input."""
+    packet = getattr(node.target, "_overloadpacket", None)
+    first = node.args[0] if node.args else None
+    value = node.meta.get("val")
+    if packet is None or not isinstance(first, fx.Node) or not isinstance(value, Tensor):
+        return False
+    source = first.meta.get("val")
+    if not isinstance(source, Tensor) or (source.shape, source.stride(), source.dtype) != (
+        value.shape, value.stride(), value.dtype,
+    ):  # fmt: skip
+        return False
+    twin = getattr(torch.ops.aten, packet.__name__ + "_", None)
+    overload = node.target._overloadname  # type: ignore[union-attr]
+    return twin is not None and overload in twin.overloads() and _is_dense(source)

@@ -1,0 +1,389 @@
+"""What each stage, and each short run of stages, can keep for backward, and what that costs.
+
+For a price per byte, choosing what to keep so that backward finds or can recompute all it reads is a minimum cut
+(Boykov & Kolmogorov's algorithm in networkx). A storage has a node that lies on the source side if backward needs it,
+an operation has one that lies there if backward runs it again:
+
+    source --> storage            without limit     backward reads it
+    storage --> operation         price * bytes     needed but not run again: it is kept
+    operation --> sink            seconds           run again
+    operation --> its inputs      without limit     run again, so its inputs are needed
+
+Sweeping the price gives the lower convex hull of (kept bytes, extra seconds): where the lines of two neighbouring
+points meet lies the only price at which a point between them can win, so one cut there finds it or proves that there
+is none. Prices are ratios of integers and capacities integers, so no point is lost to rounding.
+Parametric cuts of this kind: Gallo, Grigoriadis & Tarjan 1989; as options of a stage: Zhao et al. (Rockmate) 2023.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from itertools import count
+from typing import NamedTuple
+
+import networkx as nx
+from networkx.algorithms.flow import boykov_kolmogorov
+
+from fxckpt.plan import Chain, Graph, MenuPoint
+
+__all__ = ["menu"]
+
+TICKS = 10**12  # per second; times are integers inside the cuts
+NEVER = 10**9  # later than any instruction
+SOURCE, SINK = -1, -2
+
+
+class _Op(NamedTuple):
+    """A forward operation in window numbering: ``reads`` and ``makes`` are storages; views do not appear."""
+
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    ticks: int
+    workspace: int
+    over: int
+    random: bool
+    recomputable: bool
+    runs: bool
+
+
+class _Storage(NamedTuple):
+    """Memory that forward creates in the window.
+
+    Attributes:
+        crosses: later stages or the caller read it, so that it is kept whatever the window does.
+        free: backward may read it without charge, as it crosses and nobody overwrites it.
+        keepable: it may be kept.
+        needed: backward of the window reads it.
+        held: it leaves the region, and is alive throughout backward.
+    """
+
+    size: int
+    crosses: bool
+    free: bool
+    keepable: bool
+    needed: bool
+    held: bool
+
+
+class _Step(NamedTuple):
+    """One instruction: ``needs`` are forward storages, ``reads`` other memory; ``makes`` are pairs of name and size.
+
+    ``over`` is memory that the result replaces if this is its last use.
+    """
+
+    needs: tuple[int, ...]
+    reads: tuple[int, ...]
+    makes: tuple[tuple[int, int], ...]
+    workspace: int
+    over: int
+
+
+class _Window(NamedTuple):
+    """A run of stages in its own numbering: equal for windows of equal structure, whose menus are the same."""
+
+    ops: tuple[_Op, ...]
+    storages: tuple[_Storage, ...]
+    backward: tuple[_Step, ...]
+    returned: tuple[int, ...]
+    state_bytes: int
+
+
+class _Choice(NamedTuple):
+    """A point in window numbering."""
+
+    kept: tuple[int, ...]
+    kept_bytes: int
+    ticks: int
+    forward_peak: int
+    backward_peak: int
+
+
+def menu(graph: Graph, chain: Chain, widest: int = 1, most: int = 16) -> tuple[tuple[MenuPoint, ...], ...]:
+    """For each stage the points of every window of up to ``widest`` stages that starts with it.
+
+    A point is a set of kept values that no other set, and no mixture of two, beats in both kept bytes and extra
+    seconds; among them are the cheapest way to recompute nothing and the fastest way to keep the least. A window of
+    several stages gets at most ``most`` of its points, the most telling ones.
+    What comes from before the window, and the window's own results that cross its end, are free to read in backward.
+    One minimum cut per point and one per gap between two; windows of equal structure are solved once.
+
+    Args:
+        graph: with costs.
+        chain: its stages.
+        widest: stages in the widest window.
+        most: points of a window of more than one stage.
+    """
+    known: dict[_Window, tuple[_Choice, ...]] = {}
+    reader = _Reader(graph)
+    menus: list[tuple[MenuPoint, ...]] = []
+    for first in range(len(chain.stages)):
+        points: list[MenuPoint] = []
+        for last in range(first, min(first + widest, len(chain.stages))):
+            start, end = chain.stages[first].start, chain.stages[last]
+            window, keepers = reader.window(start, end.stop, end.boundary)
+            if window not in known:
+                known[window] = _solve(window, most if last > first else NEVER)
+            for choice in known[window]:
+                points.append(
+                    MenuPoint(
+                        kept=tuple(keepers[storage] for storage in choice.kept),
+                        kept_bytes=choice.kept_bytes,
+                        extra_seconds=choice.ticks / TICKS,
+                        forward_peak_bytes=choice.forward_peak,
+                        backward_peak_bytes=choice.backward_peak,
+                        stages=last - first + 1,
+                    )
+                )
+        menus.append(tuple(points))
+    return tuple(menus)
+
+
+class _Reader:
+    """Cuts windows out of the graph."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.held = {storage for value in graph.outputs for storage in graph.nodes[value].storages}
+        self.runs = _ancestors(graph, [*graph.outputs, *graph.required])
+        self.keepers: dict[int, int] = {}
+        for value in graph.forward:
+            if not graph.nodes[value].container:
+                for storage in graph.nodes[value].storages:
+                    self.keepers.setdefault(storage, value)
+        self.grads: list[list[int]] = [[] for _ in graph.forward]
+        # The position from which on a slot has a total; NEVER for gradients that come from outside.
+        self.first = [NEVER if slot.tangent >= 0 else -1 for slot in graph.slots]
+        for index, grad in enumerate(graph.grad_nodes):
+            self.grads[grad.position].append(index)
+            for slot, _ in grad.contributes:
+                self.first[slot] = max(self.first[slot], grad.position)
+
+    def window(self, start: int, stop: int, boundary: Iterable[int]) -> tuple[_Window, list[int]]:
+        """The window of positions ``start`` to ``stop`` and, for each of its storages, the value to keep for it."""
+        nodes = self.graph.nodes
+        values = self.graph.forward[start:stop]
+        local: dict[int, int] = {}
+        for value in values:
+            for storage in nodes[value].allocates:
+                local[storage] = len(local)
+        ops = [self._op(v, local) for v in values if nodes[v].allocates or not (nodes[v].view or nodes[v].container)]
+        backward, returned = self._backward(start, stop, local)
+        needed = {storage for step in backward for storage in step.needs}
+        pinned = {storage for op in ops if not op.recomputable for storage in op.makes}
+        crossing = set(boundary)
+        keepers = [self.keepers.get(storage, -1) for storage in local]
+        storages: list[_Storage] = []
+        for (storage, number), keeper in zip(local.items(), keepers, strict=True):
+            keepable = keeper >= 0 and (nodes[keeper].keepable or number in pinned)
+            crosses = storage in crossing
+            size, held = self.graph.storage_bytes[storage], storage in self.held
+            storages.append(_Storage(size, crosses, crosses and keepable, keepable, number in needed, held))
+        return _Window(tuple(ops), tuple(storages), backward, returned, self.graph.state_bytes), keepers
+
+    def _op(self, value: int, local: dict[int, int]) -> _Op:
+        node = self.graph.nodes[value]
+        runs = value in self.runs
+        ticks = round(node.seconds * TICKS) if runs else 0
+        reads, makes = self._locals(node.inputs, local), tuple(local[storage] for storage in node.allocates)
+        over = self._locals(node.inputs[:1], local) if node.inplace else ()
+        first = over[0] if len(over) == 1 else -1
+        return _Op(reads, makes, ticks, node.workspace_bytes, first, node.random, node.recomputable, runs)
+
+    def _locals(self, values: Iterable[int], local: dict[int, int]) -> tuple[int, ...]:
+        """Storages of the window that ``values`` live in."""
+        nodes = self.graph.nodes
+        storages = (storage for value in values if value < len(nodes) for storage in nodes[value].storages)
+        return tuple(dict.fromkeys(local[storage] for storage in storages if storage in local))
+
+    def _backward(self, start: int, stop: int, local: dict[int, int]) -> tuple[tuple[_Step, ...], tuple[int, ...]]:
+        """Steps of the window's backward, and the gradient memory that outlives them."""
+        graph, names = self.graph, count(len(local))
+        made: dict[int, int] = {}  # storage of the graph: gradient memory
+        totals: dict[int, tuple[int, ...]] = {}  # slot: gradient memory of its total
+        steps: list[_Step] = []
+        consumed: set[int] = set()
+
+        def memory(values: Iterable[int]) -> tuple[int, ...]:
+            found: list[int] = []
+            for value in values:
+                if value >= len(graph.nodes):
+                    found += totals.get(value - len(graph.nodes), ())
+                else:
+                    found += (made[storage] for storage in graph.nodes[value].storages if storage in made)
+            return tuple(found)
+
+        for index in sorted(index for grads in self.grads[start:stop] for index in grads):
+            grad = graph.grad_nodes[index]
+            consumed.update(grad.reads)
+            for value in grad.nodes:
+                node = graph.nodes[value]
+                reads, over = memory(node.inputs), memory(node.inputs[:1]) if node.inplace else ()
+                made.update((storage, next(names)) for storage in node.allocates)
+                makes = tuple((made[storage], graph.storage_bytes[storage]) for storage in node.allocates)
+                first = over[0] if len(over) == 1 else -1
+                steps.append(_Step(self._locals(node.inputs, local), reads, makes, node.workspace_bytes, first))
+            for slot, value in grad.contributes:
+                if graph.slots[slot].owner < -1:  # nobody wants it
+                    continue
+                if slot not in totals and self.first[slot] < stop:
+                    totals[slot] = memory([value])
+                    continue
+                old, fresh = totals.get(slot, ()), next(names)
+                first = old[0] if len(old) == 1 else -1
+                reads, makes = (*old, *memory([value])), ((fresh, graph.slots[slot].bytes),)
+                steps.append(_Step(self._locals([value], local), reads, makes, 0, first))
+                totals[slot] = (fresh,)
+        returned = {name for slot, names_of in totals.items() if slot not in consumed for name in names_of}
+        return tuple(steps), tuple(sorted(returned))
+
+
+def _ancestors(graph: Graph, values: Iterable[int]) -> set[int]:
+    """``values`` and all that they are computed from."""
+    seen: set[int] = set()
+    stack = list(values)
+    while stack:
+        value = stack.pop()
+        if value not in seen:
+            seen.add(value)
+            stack += graph.nodes[value].inputs
+    return seen
+
+
+def _solve(window: _Window, most: int) -> tuple[_Choice, ...]:
+    """Up to ``most`` points of the hull, from keeping all that backward reads to keeping the least."""
+    maker = {storage: index for index, op in enumerate(window.ops) for storage in op.makes}
+    needed = [number for number, storage in enumerate(window.storages) if storage.needed and not storage.free]
+    edges = _edges(window, maker, needed)
+    bytes_limit = 1 + sum(storage.size + window.state_bytes for storage in window.storages)
+    ticks_limit = 1 + sum(op.ticks for op in window.ops)
+    first = _cut(edges, 1, bytes_limit)
+    last = _cut(edges, ticks_limit, 1)
+    points = {first[:2]: first[2], last[:2]: last[2]}
+    gaps: list[tuple[int, tuple[int, int], tuple[int, int]]] = []
+
+    def push(left: tuple[int, int], right: tuple[int, int]) -> None:
+        area = (left[0] - right[0]) * (right[1] - left[1])
+        if area > 0:
+            heapq.heappush(gaps, (-area, left, right))
+
+    push(first[:2], last[:2])
+    while gaps and len(points) < most:
+        _, left, right = heapq.heappop(gaps)
+        price, scale = right[1] - left[1], left[0] - right[0]
+        kept_bytes, ticks, kept = _cut(edges, price, scale)
+        if scale * ticks + price * kept_bytes < scale * left[1] + price * left[0]:
+            points[kept_bytes, ticks] = kept
+            push(left, (kept_bytes, ticks))
+            push((kept_bytes, ticks), right)
+    choices = [_choice(window, maker, point, kept) for point, kept in points.items()]
+    return tuple(sorted(choices, key=lambda choice: (choice.ticks, choice.kept_bytes)))
+
+
+def _edges(window: _Window, maker: dict[int, int], needed: Sequence[int]) -> list[tuple[int, int, int, int]]:
+    """Edges ``(from, to, ticks, bytes)`` of the cut problem, -1 for no limit; operation ``i`` is node ``-3 - i``."""
+    edges = [(SOURCE, storage, -1, -1) for storage in needed]
+    seen, stack, operations = set(needed), list(needed), set()
+    while stack:
+        storage = stack.pop()
+        index = maker[storage]
+        size = window.storages[storage].size if window.storages[storage].keepable else -1
+        edges.append((storage, -3 - index, min(size, 0), size))
+        if index in operations:
+            continue
+        operations.add(index)
+        op = window.ops[index]
+        limit = (op.ticks, window.state_bytes if op.random else 0) if op.recomputable else (-1, -1)
+        edges.append((-3 - index, SINK, *limit))
+        for read in op.reads:
+            if not window.storages[read].free:
+                edges.append((-3 - index, read, -1, -1))
+                if read not in seen:
+                    seen.add(read)
+                    stack.append(read)
+    return edges
+
+
+def _cut(edges: Sequence[tuple[int, int, int, int]], price: int, scale: int) -> tuple[int, int, tuple[int, ...]]:
+    """Kept bytes, ticks and kept storages that make ``scale * ticks + price * bytes`` least."""
+    if not edges:
+        return 0, 0, ()
+    network = nx.DiGraph()
+    for tail, head, ticks, size in edges:
+        if ticks < 0:
+            network.add_edge(tail, head)
+        else:
+            network.add_edge(tail, head, capacity=scale * ticks + price * size)
+    _, (reached, _) = nx.minimum_cut(network, SOURCE, SINK, flow_func=boykov_kolmogorov)
+    cut = [(tail, ticks, size) for tail, head, ticks, size in edges if tail in reached and head not in reached]
+    kept = tuple(sorted(tail for tail, _, _ in cut if tail >= 0))
+    return sum(size for _, _, size in cut), sum(ticks for _, ticks, _ in cut), kept
+
+
+def _choice(window: _Window, maker: dict[int, int], point: tuple[int, int], kept: tuple[int, ...]) -> _Choice:
+    """The point with its peaks, found by going through its instructions one by one."""
+    storages, ops = window.storages, window.ops
+    available = {*kept, *(number for number, storage in enumerate(storages) if storage.free)}
+    steps = _with_recomputation(window, maker, available)
+    read = {need for step in steps for need in step.needs}
+    # What leaves the region is alive throughout backward, whoever reads it.
+    ready = {number: storages[number].size for number in available & read if not storages[number].held}
+    backward_peak = _peak(steps, ready, set(window.returned))
+    runs = [op.runs for op in ops]
+    stack = list(available & read)
+    while stack:
+        index = maker[stack.pop()]
+        if not runs[index]:
+            runs[index] = True
+            stack += ops[index].reads
+    forward = [_run(window, op, set()) for op, run in zip(ops, runs, strict=True) if run]
+    stays = {*(available & read), *(number for number, storage in enumerate(storages) if storage.crosses)}
+    return _Choice(tuple(sorted(available & read)), *point, _peak(forward, {}, stays), backward_peak)
+
+
+def _with_recomputation(window: _Window, maker: dict[int, int], available: set[int]) -> list[_Step]:
+    """Backward with the operations that have to run again, each right before its result is first read."""
+    present = set(available)
+    steps: list[_Step] = []
+    for step in window.backward:
+        missing: set[int] = set()
+        stack = list(step.needs)
+        while stack:
+            storage = stack.pop()
+            if storage not in present and maker[storage] not in missing:
+                missing.add(maker[storage])
+                stack += window.ops[maker[storage]].reads
+        for index in sorted(missing):
+            steps.append(_run(window, window.ops[index], present))
+            present.update(window.ops[index].makes)
+        steps.append(step)
+    return steps
+
+
+def _run(window: _Window, op: _Op, present: set[int]) -> _Step:
+    """One operation as a step; those of its results that are ``present`` it makes a second time, for nothing."""
+    makes = tuple((storage, window.storages[storage].size) for storage in op.makes if storage not in present)
+    twice = sum(window.storages[storage].size for storage in op.makes if storage in present)
+    return _Step(op.reads, (), makes, op.workspace + twice, op.over)
+
+
+def _peak(steps: Sequence[_Step], ready: dict[int, int], stays: set[int]) -> int:
+    """Highest memory while ``steps`` run, from ``ready`` on; memory dies with its last use unless it ``stays``."""
+    last = {
+        name: index
+        for index, step in enumerate(steps)
+        for name in (*step.needs, *step.reads, *(made for made, _ in step.makes))
+    }
+    dying: list[list[int]] = [[] for _ in steps]
+    for name, index in last.items():
+        if name not in stays:
+            dying[index].append(name)
+    sizes = dict(ready)
+    live = peak = sum(sizes.values())
+    for index, step in enumerate(steps):
+        sizes.update(step.makes)
+        live += sum(size for _, size in step.makes)
+        replaced = step.over in dying[index] and step.over in sizes
+        peak = max(peak, live + step.workspace - (sizes[step.over] if replaced else 0))
+        live -= sum(sizes.get(name, 0) for name in dying[index])
+    return peak

@@ -1,0 +1,207 @@
+"""Emit the GraphModule: one submodule for each segment, its forward and backward translated step by step."""
+
+from __future__ import annotations
+
+import keyword
+import operator
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxckpt import _torch
+from fxckpt.joint import JointGraph
+from fxckpt.plan import Graph, Program, SegmentProgram, Step
+from fxckpt.runtime import SegmentModule, replay_random, save_random_state
+
+__all__ = ["rewrite"]
+
+aten = torch.ops.aten
+STATISTICS_ARGUMENTS = (3, 4)
+TRAINING_ARGUMENT = 5
+
+Reschedule = Callable[[int, tuple[bool, ...]], SegmentProgram]
+"""Lowers segment ``index`` again for a pattern of present tangents."""
+
+
+def rewrite(joint: JointGraph, graph: Graph, program: Program, reschedule: Reschedule) -> fx.GraphModule:
+    """Translate ``program``.
+
+    Args:
+        joint: functional joint graph.
+        graph: its description; values are indices of ``joint.nodes``.
+        program: what each segment runs.
+        reschedule: called in backward when the gradients that arrive differ from those that ``program`` expects.
+
+    Returns:
+        A module from the tensors of ``joint.inputs`` to the tensors of ``joint.outputs``.
+    """
+    return _Rewriter(joint, graph, program, reschedule).build()
+
+
+class _Rewriter:
+    def __init__(self, joint: JointGraph, graph: Graph, program: Program, reschedule: Reschedule) -> None:
+        self.joint, self.graph, self.program, self.reschedule = joint, graph, program, reschedule
+
+    def build(self) -> fx.GraphModule:
+        root = torch.nn.Module()
+        outer = fx.Graph()
+        values: dict[int, fx.Node] = {}
+        names: set[str] = set()
+        for index, entry in enumerate(self.joint.inputs):
+            name = _identifier(entry.name if entry.kind != "argument" else f"input_{entry.name}")
+            values[index] = outer.placeholder(name if name not in names else f"{name}_{index}")
+            names.add(name)
+        for index, segment in enumerate(self.program.segments):
+            name = f"segment_{index}_{_identifier(segment.name)}".rstrip("_")
+            root.add_module(name, self._segment(index, segment))
+            call = outer.call_module(name, tuple(values[value] for value in segment.inputs))
+            for place, value in enumerate(segment.outputs):
+                values[value] = outer.call_function(operator.getitem, (call, place))
+        position = {node: index for index, node in enumerate(self.joint.nodes)}
+        outer.output([values[position[node]] for node in self.joint.outputs])
+        for node in [node for node in outer.nodes if node.target is operator.getitem and not node.users]:
+            outer.erase_node(node)
+        return fx.GraphModule(root, outer)
+
+    def _segment(self, index: int, segment: SegmentProgram) -> SegmentModule:
+        backward = _Emitter(self.joint, self.graph)
+        expected = tuple(True for _ in segment.tangents)
+        compiled = backward.backward(segment, expected, segment.saved)
+        saved = tuple(v for v, used in zip(segment.saved, backward.saved_used, strict=True) if used)
+        forward = _Emitter(self.joint, self.graph).forward(segment, saved)
+        first = [compiled if len(saved) == len(segment.saved) else None]
+
+        def specialise(present: tuple[bool, ...]) -> fx.GraphModule:
+            if present == expected:
+                again = first[0] or _Emitter(self.joint, self.graph).backward(segment, expected, saved)
+                first[0] = None
+                return again
+            other = self.reschedule(index, present)
+            return _Emitter(self.joint, self.graph).backward(other, present, saved, segment)
+
+        carrying = [segment.outputs.index(self.graph.slots[slot].value) for slot in segment.tangents]
+        requires = [i < len(self.joint.inputs) and self.joint.inputs[i].requires_grad for i in segment.inputs]
+        internal = [i >= len(self.joint.inputs) for i in segment.inputs]
+        return SegmentModule(
+            forward, specialise, input_count=len(segment.inputs), tangent_outputs=tuple(carrying),
+            constant_outputs=tuple(i for i in range(len(segment.outputs)) if i not in carrying),
+            detached=tuple(
+                i for i, slot in enumerate(segment.gradients) if slot < 0 and (requires[i] or internal[i])
+            ),
+            expected=expected, differentiable=bool(segment.tangents) and any(s >= 0 for s in segment.gradients),
+        )  # fmt: skip
+
+
+class _Emitter:
+    """Builds one fx graph from steps. Attributes: ``saved_used`` tells which saved values the backward reads."""
+
+    def __init__(self, joint: JointGraph, graph: Graph) -> None:
+        self.joint, self.graph = joint, graph
+        self.out = fx.Graph()
+        self.out.set_codegen(_torch.BoxedCodeGen())
+        self.env: dict[int, fx.Node] = {}
+        self.states: dict[int, fx.Node] = {}
+        self.sums = {node: len(graph.nodes) + slot for slot, node in enumerate(joint.sums)}
+        self.index = {node: index for index, node in enumerate(joint.nodes)}
+        self.index.update(self.sums)
+        self.saved_used: list[bool] = []
+
+    def forward(self, segment: SegmentProgram, saved: tuple[int, ...]) -> fx.GraphModule:
+        for value in segment.inputs:
+            self.env[value] = self.out.placeholder(self._name(value))
+        for step in segment.forward:
+            self._emit(step, again=False)
+        states = [self.states[value] for value in segment.states]
+        results = ([self.env[v] for v in segment.outputs], [self.env[v] for v in saved], states)
+        return self._finish(results, segment)
+
+    def backward(
+        self, segment: SegmentProgram, present: tuple[bool, ...], saved: tuple[int, ...],
+        like: SegmentProgram | None = None,
+    ) -> fx.GraphModule:  # fmt: skip
+        """Backward from (saved, states, present tangents) to one gradient per input of ``like`` or ``segment``."""
+        like = like or segment
+        placeholders = [self.out.placeholder(self._name(value)) for value in saved]
+        self.env.update(zip(saved, placeholders, strict=True))
+        for value in like.states:
+            self.states[value] = self.out.placeholder(f"state_of_{self._name(value)}")
+        for slot, there in zip(like.tangents, present, strict=True):
+            if there:
+                self.env[self.graph.total(slot)] = self.out.placeholder(f"tangent_{slot}")
+        started = {slot for slot, there in zip(like.tangents, present, strict=True) if there}
+        for step in segment.backward:
+            if step.op == "add":
+                self._add(step, step.slot in started)
+                started.add(step.slot)
+            elif step.op == "zero":
+                self._zero(step)
+                started.add(step.slot)
+            else:
+                self._emit(step, again=True)
+        results = [self.env[self.graph.total(slot)] if slot in started else None for slot in like.gradients]
+        module = self._finish(results, segment)
+        self.saved_used = [bool(node.users) for node in placeholders]
+        return module
+
+    def _finish(self, results: Any, segment: SegmentProgram) -> fx.GraphModule:
+        self.out.output(results)
+        self.out.lint()
+        return fx.GraphModule(torch.nn.Module(), self.out, class_name=_identifier(segment.name) or "segment")
+
+    def _name(self, value: int) -> str:
+        return self.graph.nodes[value].name
+
+    def _emit(self, step: Step, *, again: bool) -> None:
+        node = self.joint.nodes[step.value]
+        if step.op == "record":
+            self.states[step.value] = self.out.call_function(save_random_state, (_device(node),))
+            return
+        again = again and self.graph.nodes[step.value].phase == "forward"
+        new = self.out.node_copy(node, lambda source: self.env[self.index[source]])
+        if step.op == "replay":
+            new.args = (node.target, _device(node), self.states[step.value], *new.args)
+            new.target = replay_random
+        elif again and "batch_norm" in str(node.target):
+            _drop_statistics(new)
+        if again:
+            new.meta["recomputed"] = True
+        self.env[step.value] = new
+
+    def _add(self, step: Step, started: bool) -> None:
+        total = self.graph.total(step.slot)
+        part = self.env[step.value]
+        if started:
+            part = self.out.call_function(aten.add.Tensor, (self.env[total], part))
+            part.meta["val"] = self.joint.sums[step.slot].meta.get("val")
+        self.env[total] = part
+
+    def _zero(self, step: Step) -> None:
+        value = self.joint.sums[step.slot].meta["val"]
+        zeros = self.out.call_function(
+            aten.zeros.default, (list(value.shape),), {"dtype": value.dtype, "device": value.device}
+        )
+        zeros.meta["val"] = value
+        self.env[self.graph.total(step.slot)] = zeros
+
+
+def _drop_statistics(node: fx.Node) -> None:
+    """A batch norm that is recomputed must not move its running statistics again."""
+    if len(node.args) > TRAINING_ARGUMENT and node.args[TRAINING_ARGUMENT] is True:
+        args = list(node.args)
+        for index in STATISTICS_ARGUMENTS:
+            args[index] = None
+        node.args = tuple(args)
+
+
+def _device(node: fx.Node) -> torch.device:
+    value = node.meta["val"]
+    tensor = value if isinstance(value, Tensor) else next(item for item in value if isinstance(item, Tensor))
+    return tensor.device
+
+
+def _identifier(name: str) -> str:
+    clean = re.sub(r"\W+", "_", name).strip("_")
+    return f"_{clean}" if clean[:1].isdigit() or keyword.iskeyword(clean) else clean

@@ -1,0 +1,263 @@
+"""Replay a program against a model of the allocator: live bytes after every instruction.
+
+A storage is live while any live value refers to it. Values are held by the running program, by the caller between
+segments, by the segments' saved tensors, and by the autograd engine (gradients that wait for their consumer).
+"""
+
+from __future__ import annotations
+
+from fxckpt.plan import Graph, Program, SegmentProgram, Step, Timeline
+
+__all__ = ["simulate"]
+
+CATEGORIES = ("fixed", "gradients", "kept", "outputs", "recomputed", "temporary")
+
+
+def simulate(graph: Graph, program: Program, tangents: frozenset[int] | None = None) -> Timeline:
+    """Predict the memory of one training step that runs ``program``.
+
+    Args:
+        graph: the joint graph with costs.
+        program: the lowered plan.
+        tangents: slots of outputs whose gradient arrives from outside; None means all of them.
+
+    Returns:
+        The timeline; outputs of the region are taken to stay alive until the step ends, and the gradients of
+        outputs to be there when backward starts.
+    """
+    if tangents is None:
+        tangents = frozenset(index for index, slot in enumerate(graph.slots) if slot.tangent >= 0)
+    run = _Run(graph)
+    run.forward(program)
+    run.backward(program, tangents)
+    return run.timeline(program)
+
+
+class _Block:
+    """One allocation: its size, how many references it has, and what it is for."""
+
+    __slots__ = ("category", "references", "size")
+
+    def __init__(self, size: int, category: str) -> None:
+        self.size, self.category, self.references = size, category, 0
+
+
+Value = dict[int, _Block]
+"""Storage number -> block, for every storage that a value lies in. Blocks of the region's inputs are left out."""
+
+
+class _Run:
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.live = graph.fixed_bytes
+        self.parts = dict.fromkeys(CATEGORIES, 0)
+        self.parts["fixed"] = graph.fixed_bytes
+        self.totals: list[int] = []
+        self.labels: list[tuple[int, str, str]] = []
+        self.peak, self.peak_index, self.peak_parts = -1, 0, dict(self.parts)
+        self.held: dict[int, Value] = {}
+        self.saved: list[dict[int, Value]] = []
+        self.states: list[list[_Block]] = []
+        self.pending: dict[int, Value] = {}
+        self.scope: dict[int, Value] = {}
+        self.segment, self.phase = 0, "forward"
+        self.seconds = {"forward": 0.0, "backward": 0.0, "recompute": 0.0}
+        self.segment_peaks: list[int] = []
+        self.extra_storage = len(graph.storage_bytes)
+
+    # -- blocks ----------------------------------------------------------------------------------------------------
+
+    def _allocate(self, size: int, category: str) -> _Block:
+        self.live += size
+        self.parts[category] += size
+        return _Block(size, category)
+
+    def _hold(self, value: Value) -> Value:
+        for block in value.values():
+            block.references += 1
+        return value
+
+    def _drop(self, value: Value | None) -> None:
+        for block in (value or {}).values():
+            block.references -= 1
+            if block.references == 0:
+                self.live -= block.size
+                self.parts[block.category] -= block.size
+
+    def _relabel(self, value: Value, category: str) -> None:
+        for block in value.values():
+            self.parts[block.category] -= block.size
+            block.category = category
+            self.parts[category] += block.size
+
+    def _mark(self, name: str, workspace: int = 0) -> None:
+        """Record the live bytes of one instruction."""
+        high = self.live + workspace
+        self.totals.append(high)
+        self.labels.append((self.segment, self.phase, name))
+        if high > self.peak:
+            self.peak, self.peak_index = high, len(self.totals) - 1
+            self.peak_parts = dict(self.parts)
+            self.peak_parts["temporary"] += workspace
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def _steps(self, steps: tuple[Step, ...]) -> None:
+        for step in steps:
+            if step.op == "add" or step.op == "zero":
+                self._add(step)
+            elif step.op != "record":
+                self._compute(step)
+            for value in step.frees:
+                self._drop(self.scope.pop(value, None))
+
+    def _compute(self, step: Step) -> None:
+        graph, node = self.graph, self.graph.nodes[step.value]
+        again = self.phase == "backward" and node.phase == "forward"
+        sources: Value = {}
+        for source in node.inputs:
+            sources.update(self.scope.get(source, {}))
+        value: Value = {}
+        first = self.scope.get(node.inputs[0], {}) if step.inplace else {}
+        for storage in node.storages:
+            if storage in node.allocates:
+                if step.inplace:
+                    value[storage] = next(iter(first.values()))
+                else:
+                    category = "recomputed" if again else "temporary"
+                    value[storage] = self._allocate(graph.storage_bytes[storage], category)
+            elif storage in sources:
+                value[storage] = sources[storage]
+        self._define(step.value, value)
+        self.seconds["recompute" if again else node.phase] += node.seconds
+        self._mark(node.name, node.workspace_bytes)
+
+    def _define(self, key: int, value: Value) -> None:
+        self._hold(value)
+        self._drop(self.scope.pop(key, None))
+        self.scope[key] = value
+
+    def _add(self, step: Step) -> None:
+        slot = self.graph.slots[step.slot]
+        key = self.graph.total(step.slot)
+        if step.op == "add" and key not in self.scope:
+            self._define(key, self.scope.get(step.value, {}))
+            return
+        if not step.inplace:
+            self._define_fresh(key, slot.bytes)
+        self.seconds["backward"] += slot.seconds
+        self._mark(f"gradient_{step.slot}")
+
+    def _define_fresh(self, key: int, size: int) -> None:
+        """A new total: it is there before the old one goes."""
+        block = self._allocate(size, "temporary")
+        value = {self.extra_storage: block}
+        self.extra_storage += 1
+        self._hold(value)
+        self._mark("sum")
+        self._drop(self.scope.pop(key, None))
+        self.scope[key] = value
+
+    # -- forward ---------------------------------------------------------------------------------------------------
+
+    def forward(self, program: Program) -> None:
+        last: dict[int, int] = {}
+        for index, segment in enumerate(program.segments):
+            for value in segment.inputs:
+                last[value] = index
+        for index, segment in enumerate(program.segments):
+            self.segment = index
+            self._forward_segment(segment)
+            for value in [v for v in self.held if last.get(v, -1) <= index and v not in self.graph.outputs]:
+                self._drop(self.held.pop(value))
+        for value in self.held.values():
+            self._relabel_free(value)
+
+    def _relabel_free(self, value: Value) -> None:
+        for block in value.values():
+            if block.category == "temporary":
+                self._relabel({0: block}, "outputs")
+
+    def _forward_segment(self, segment: SegmentProgram) -> None:
+        self.scope = {value: self._hold(dict(self.held.get(value, {}))) for value in segment.inputs}
+        arguments = [self._hold(dict(value)) for value in self.scope.values()]
+        states = [self._allocate(self.graph.state_bytes, "kept") for _ in segment.states]
+        for block in states:
+            block.references = 1
+        self._steps(segment.forward)
+        saved = {value: self._hold(dict(self._lookup(value))) for value in segment.saved}
+        for value in saved.values():
+            self._relabel(value, "kept")
+        for value in segment.outputs:
+            if value not in segment.inputs:
+                self.held[value] = self._hold(dict(self.scope.get(value, {})))
+        for value in [*self.scope.values(), *arguments]:
+            self._drop(value)
+        self.scope = {}
+        self.saved.append(saved)
+        self.states.append(states)
+
+    def _lookup(self, value: int) -> Value:
+        return self.scope.get(value) or self.held.get(value, {})
+
+    # -- backward --------------------------------------------------------------------------------------------------
+
+    def backward(self, program: Program, tangents: frozenset[int]) -> None:
+        self.phase = "backward"
+        for slot in sorted(tangents):
+            block = self._allocate(self.graph.slots[slot].bytes, "temporary")
+            self.pending[slot] = self._hold({self.extra_storage: block})
+            self.extra_storage += 1
+        self.segment_peaks = [0] * len(program.segments)
+        for index in range(len(program.segments) - 1, -1, -1):
+            self.segment = index
+            before = len(self.totals)
+            self._backward_segment(program.segments[index], self.saved[index], self.states[index])
+            self.segment_peaks[index] = max(self.totals[before:], default=self.live)
+
+    def _backward_segment(self, segment: SegmentProgram, saved: dict[int, Value], states: list[_Block]) -> None:
+        graph = self.graph
+        self.scope = saved
+        arguments = []
+        for slot in segment.tangents:
+            value = self.pending.pop(slot, None)
+            if value is not None:
+                arguments.append(value)
+                self.scope[graph.total(slot)] = self._hold(dict(value))
+        self._mark(segment.name)
+        self._steps(segment.backward)
+        results = [(slot, self.scope.get(graph.total(slot))) for slot in segment.gradients if slot >= 0]
+        results = [(slot, self._hold(dict(value))) for slot, value in results if value is not None]  # type: ignore[misc]
+        for value in [*self.scope.values(), *arguments]:
+            self._drop(value)
+        self.scope = {}
+        for block in states:
+            self._drop({0: block})
+        for slot, value in results:
+            assert value is not None
+            self._deliver(slot, value)
+        self._mark(segment.name)
+
+    def _deliver(self, slot: int, value: Value) -> None:
+        """Hand a returned gradient to the engine: it waits for its consumer, or becomes ``.grad``."""
+        leaf = self.graph.slots[slot].owner == -1
+        if slot in self.pending:  # the engine adds in place
+            self._drop(value)
+        elif leaf and not self.graph.fresh_gradients:
+            self._drop(value)
+        else:
+            self.pending[slot] = value
+            if leaf:
+                self._relabel(value, "gradients")
+
+    def timeline(self, program: Program) -> Timeline:
+        """The record as plain data."""
+        label = self.labels[self.peak_index] if self.labels else (0, "forward", "")
+        parts = {**dict(self.graph.fixed), **{k: v for k, v in self.peak_parts.items() if k != "fixed"}}
+        return Timeline(
+            total_bytes=tuple(self.totals), peak_bytes=self.peak, peak_index=self.peak_index,
+            peak_segment=label[0], peak_phase=label[1], categories=tuple(parts), peak_parts=tuple(parts.values()),
+            labels=tuple(self.labels), recompute_seconds=self.seconds["recompute"],
+            plain_seconds=self.seconds["forward"] + self.seconds["backward"],
+            segment_peaks=tuple(self.segment_peaks),
+        )  # fmt: skip

@@ -1,0 +1,434 @@
+"""Graphs to plan for and slow, obvious answers to check the solvers by; torch is not needed.
+
+Sizes are small integers: one unit of memory is one byte, one unit of time one second.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from fxckpt.plan import Chain, GradNode, Graph, Node, Plan, Segment, Slot
+
+__all__ = ["Builder", "Replay", "mlp", "random_graph", "replay"]
+
+
+@dataclass
+class _Op:
+    """A forward operation: its results, and for backward what it reads and the weight that gets a gradient."""
+
+    inputs: tuple[int, ...]
+    results: tuple[int, ...]
+    reads: tuple[int, ...]
+    weight: int
+    seconds: float
+
+
+class Builder:
+    """Builds a joint graph. Values are numbered as they are made; each operation has one autograd node.
+
+    Backward of an operation runs one node per gradient; each reads the gradients of the results and the forward
+    values ``reads``, in which -1 stands for the (first) result.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+        self.nodes: list[Node] = []
+        self.sizes: list[int] = []
+        self.ops: list[_Op] = []
+        self.forward: list[int] = []
+
+    def _value(self, name: str, phase: str, inputs: Iterable[int], sizes: Iterable[int], **options: Any) -> int:
+        first = len(self.sizes)
+        self.sizes += sizes
+        new = tuple(range(first, len(self.sizes)))
+        node = Node(name, phase=phase, inputs=tuple(inputs), **{"op": phase, "storages": new, "allocates": new, **options})
+        self.nodes.append(node)
+        if phase == "forward":
+            self.forward.append(len(self.nodes) - 1)
+        return len(self.nodes) - 1
+
+    def input(self, size: int = 1) -> int:
+        """An input of the region that gets no gradient."""
+        return self._value(f"in{len(self.nodes)}", "input", (), (size,))
+
+    def op(
+        self,
+        *inputs: int,
+        size: int = 1,
+        seconds: float = 1.0,
+        reads: Iterable[int] = (),
+        weight: int = 0,
+        grad: bool = True,
+        **options: Any,
+    ) -> int:
+        """An operation with a result of ``size`` and, if ``weight`` is not 0, a parameter of that size."""
+        parameter = self._value(f"w{len(self.nodes)}", "input", (), (weight,)) if weight else -1
+        read = (*inputs, parameter) if weight else inputs
+        value = self._value(f"op{len(self.nodes)}", "forward", read, (size,), seconds=seconds, **options)
+        if grad:
+            reads = tuple(value if number == -1 else number for number in reads)
+            self.ops.append(_Op(inputs, (value,), reads, parameter, seconds))
+        return value
+
+    def view(self, value: int) -> int:
+        """The same memory under another name, outside of backward's sight."""
+        storages = self.nodes[value].storages
+        name = f"op{len(self.nodes)}"
+        view = self._value(name, "forward", (value,), (), storages=storages, allocates=(), view=True)
+        self.ops.append(_Op((value,), (view,), (), -1, 0.0))
+        return view
+
+    def pair(self, *inputs: int, sizes: tuple[int, int], reads: Iterable[int] = (), seconds: float = 1.0) -> list[int]:
+        """An operation with two results; ``reads`` may hold 0 and 1 for them."""
+        both = self._value(f"op{len(self.nodes)}", "forward", inputs, sizes, seconds=seconds, container=True)
+        results = []
+        for storage in self.nodes[both].storages:
+            name = f"op{len(self.nodes)}"
+            item = self._value(name, "forward", (both,), (), storages=(storage,), allocates=(), view=True)
+            results.append(item)
+        self.ops.append(_Op(inputs, tuple(results), tuple(results[index] for index in reads), -1, seconds))
+        return results
+
+    def build(self, *outputs: int) -> Graph:
+        """The graph that returns ``outputs``; each gets a gradient from outside."""
+        fixed = sum(self.sizes[s] for node in self.nodes if node.phase == "input" for s in node.allocates)
+        place = {value: position for position, value in enumerate(self.forward)}
+        slots: list[Slot] = []
+        slot_of: dict[int, int] = {}
+        order = list(reversed(self.ops))
+        for index, op in enumerate(order):
+            for value in op.results:
+                slot_of[value] = len(slots)
+                tangent = self._tangent(value) if value in outputs else -1
+                slots.append(Slot(value, index, tangent, self._size(value)))
+        for op in order:
+            if op.weight >= 0:
+                slot_of[op.weight] = len(slots)
+                slots.append(Slot(op.weight, -1, -1, self._size(op.weight)))
+        grads: list[tuple[_Op, list[tuple[int, int]]]] = []
+        for op in order:
+            given = []
+            for target in dict.fromkeys((*op.inputs, op.weight)):
+                if target in slot_of:
+                    arrives = [-1 - slot_of[value] for value in op.results]
+                    name, size = f"b{len(self.nodes)}", self._size(target)
+                    node = self._value(name, "backward", (*arrives, *op.reads), (size,), seconds=op.seconds)
+                    given.append((slot_of[target], node))
+            grads.append((op, given))
+        count = len(self.nodes)
+        nodes = tuple(
+            dataclasses.replace(node, inputs=tuple(v if v >= 0 else count - 1 - v for v in node.inputs))
+            for node in self.nodes
+        )
+        records = tuple(
+            GradNode(
+                self.nodes[op.results[0]].name, place[op.results[-1]], tuple(slot_of[value] for value in op.results),
+                tuple(node for _, node in given), tuple(given),
+            )
+            for op, given in grads
+        )  # fmt: skip
+        return Graph(
+            nodes, tuple(self.forward), records, tuple(slots), tuple(self.sizes), tuple(outputs),
+            fixed_bytes=fixed, fixed=(("inputs", fixed),), **self.options,
+        )  # fmt: skip
+
+    def _size(self, value: int) -> int:
+        return sum(self.sizes[storage] for storage in self.nodes[value].storages)
+
+    def _tangent(self, value: int) -> int:
+        return self._value(f"t{value}", "input", (), (self._size(value),), op="tangent")
+
+
+def mlp(layers: int, width: int = 1, hidden: int = 1, weight: int = 0, **options: Any) -> Graph:
+    """A chain of pairs: a matmul that reads its input in backward, an activation that reads its own."""
+    builder = Builder(**options)
+    value = builder.input()
+    for _ in range(layers):
+        product = builder.op(value, size=hidden, seconds=4.0, reads=(value,), weight=weight)
+        value = builder.op(product, size=width, seconds=1.0, reads=(product,))
+    return builder.build(value)
+
+
+def random_graph(seed: int, count: int, reach: int = 3, **options: Any) -> Graph:
+    """A graph of about ``count`` random operations; each reads some of the ``reach`` values before it."""
+    draw = random.Random(seed)
+    builder = Builder(**options)
+    values = [builder.input(draw.randrange(1, 4))]
+    while len(builder.forward) < count:
+        recent = values[-reach:]
+        inputs = tuple(draw.sample(recent, min(len(recent), draw.choice((1, 1, 2)))))
+        if values[-1] not in inputs and draw.random() < 0.7:
+            inputs = (*inputs, values[-1])
+        reads = tuple(value for value in (*inputs, -1) if draw.random() < 0.45)
+        kind = draw.random()
+        if kind < 0.12 and values[-1] != values[0]:
+            values.append(builder.view(draw.choice(recent[-1:])))
+        elif kind < 0.27:
+            chosen = tuple(index for index in (0, 1) if draw.random() < 0.5)
+            sizes = (draw.randrange(1, 8), draw.randrange(1, 8))
+            values += builder.pair(*inputs, sizes=sizes, reads=chosen, seconds=draw.randrange(1, 9))
+        else:
+            flags = {"random": draw.random() < 0.1, "recomputable": draw.random() > 0.07}
+            flags["keepable"] = draw.random() > 0.05 or not flags["recomputable"]
+            size, weight = draw.randrange(1, 8), draw.choice((0, 0, 1, 3))
+            seconds = float(draw.randrange(1, 9))
+            values.append(builder.op(*inputs, size=size, seconds=seconds, reads=reads, weight=weight, **flags))
+    return builder.build(values[-1])
+
+
+@dataclass
+class _Copy:
+    """One allocation, alive from ``born`` to ``last``."""
+
+    size: int
+    born: int
+    last: int
+
+
+Copies = dict[int, _Copy]
+"""Storage number: the allocation that holds it."""
+
+
+@dataclass
+class Replay:
+    """What a training step takes."""
+
+    peak_bytes: int
+    extra_seconds: float
+
+
+def replay(graph: Graph, plan: Plan) -> Replay:
+    """Run the plan step by step: each allocation lives from the step that makes it to the last that touches it."""
+    machine = _Machine(graph, plan)
+    machine.run()
+    return Replay(machine.peak(), machine.extra)
+
+
+class _Machine:
+    def __init__(self, graph: Graph, plan: Plan) -> None:
+        self.graph, self.plan = graph, plan
+        self.position = {value: position for position, value in enumerate(graph.forward)}
+        self.names = {node.name: value for value, node in enumerate(graph.nodes)}
+        self.time = 0
+        self.copies: list[_Copy] = []
+        self.scratch: dict[int, int] = {}
+        self.extra = 0.0
+        self.values: dict[int, Copies] = {}
+        self.pending: dict[int, Copies] = {}
+
+    def peak(self) -> int:
+        live = [0] * (self.time + 2)
+        for copy in self.copies:
+            live[copy.born] += copy.size
+            live[copy.last + 1] -= copy.size
+        sums = itertools.accumulate(live)
+        return self.graph.fixed_bytes + max(total + self.scratch.get(time, 0) for time, total in enumerate(sums))
+
+    def _new(self, size: int) -> _Copy:
+        self.copies.append(_Copy(size, self.time, self.time))
+        return self.copies[-1]
+
+    def _touch(self, copies: Copies) -> None:
+        for copy in copies.values():
+            copy.last = max(copy.last, self.time)
+
+    def _inside(self, value: int, segment: Segment) -> bool:
+        return segment.start <= self.position.get(value, -1) < segment.stop
+
+    def _closure(self, targets: Iterable[int], segment: Segment) -> list[int]:
+        found: set[int] = set()
+        stack = list(targets)
+        while stack:
+            value = stack.pop()
+            if value not in found and self._inside(value, segment):
+                found.add(value)
+                stack += self.graph.nodes[value].inputs
+        return sorted(found, key=self.position.__getitem__)
+
+    def _execute(self, value: int, values: dict[int, Copies], totals: dict[int, Copies]) -> None:
+        node = self.graph.nodes[value]
+        sources: Copies = {}
+        for read in node.inputs:
+            count = len(self.graph.nodes)
+            copies = totals.get(read - count, {}) if read >= count else values.get(read, {})
+            self._touch(copies)
+            sources |= copies
+        made = {storage: self._new(self.graph.storage_bytes[storage]) for storage in node.allocates}
+        values[value] = {s: made.get(s) or sources[s] for s in node.storages if s in made or s in sources}
+        self.scratch[self.time] = node.workspace_bytes
+        self.time += 1
+
+    def run(self) -> None:
+        graph, segments = self.graph, self.plan.segments
+        probes = [_Probe(self, segment) for segment in segments]
+        asked = set(graph.outputs)
+        for probe in reversed(probes):
+            outputs = {value for value in asked if self._inside(value, probe.segment)}
+            probe.prepare(outputs)
+            asked |= probe.external
+        for probe in probes:
+            for value in probe.forward:
+                self._execute(value, self.values, {})
+            for value in probe.external:
+                self._touch(self.values.get(value, {}))
+            kept = {v: c for v, c in self.values.items() if not self._inside(v, probe.segment)}
+            self.values = kept | {v: self.values[v] for v in probe.leave}
+        for slot, entry in enumerate(graph.slots):
+            if entry.tangent >= 0:
+                self.pending[slot] = {-1: self._new(entry.bytes)}
+        outputs = [self.values[value] for value in graph.outputs if value in self.values]
+        leaves: list[Copies] = []
+        for probe in reversed(probes):
+            self._backward(probe, leaves)
+        for copies in outputs + (leaves if graph.fresh_gradients else []):
+            self._touch(copies)
+
+    def _backward(self, probe: _Probe, leaves: list[Copies]) -> None:
+        """Run the steps of a segment's backward; gradients that come in stay until it returns."""
+        graph = self.graph
+        values = dict(self.values)
+        grads = [g for g in graph.grad_nodes if probe.segment.start <= g.position < probe.segment.stop]
+        own = {slot for grad in grads for slot in grad.reads}
+        given = [slot for grad in grads for slot, _ in grad.contributes]
+        through = {s for s in given if s in self.pending and (s in own or given.count(s) > 1)}
+        totals = {slot: self.pending[slot] for slot in own | through if slot in self.pending}
+        incoming = list(totals.values())
+        for kind, what in probe.backward:
+            if kind == "run":
+                self.extra += graph.nodes[what].seconds if what in probe.again else 0.0
+                self._execute(what, values, totals)
+            elif kind == "forget":
+                values.pop(what, None)
+            else:
+                for slot, value in graph.grad_nodes[what].contributes:
+                    if slot not in totals:
+                        totals[slot] = dict(values[value])
+                        self._touch(totals[slot])
+                        continue
+                    self._touch(totals[slot])
+                    self._touch(values[value])
+                    totals[slot] = {-1: self._new(graph.slots[slot].bytes)}
+                    self.time += 1
+        for copies in [*incoming, *(totals[slot] for slot in totals if slot not in own)]:
+            self._touch(copies)
+        for slot in set(totals) - own:
+            if slot not in self.pending or slot in through:
+                self.pending[slot] = totals[slot]
+                if graph.slots[slot].owner < 0:
+                    leaves.append(totals[slot])
+        self.time += 1
+
+
+class _Probe:
+    """What a segment runs and reads: ``backward`` is a list of values to run and autograd nodes to finish."""
+
+    def __init__(self, machine: _Machine, segment: Segment) -> None:
+        self.machine, self.graph, self.segment = machine, machine.graph, segment
+        self.external: set[int] = set()
+        self.backward: list[tuple[str, int]] = []
+        self.again: set[int] = set()
+        self.available: set[int] = set()
+        self.read: set[int] = set()
+
+    def prepare(self, outputs: set[int]) -> None:
+        """Find out what backward does, then what forward has to run for it."""
+        machine = self.machine
+        free = {value for value in outputs if self.graph.nodes[value].keepable}
+        self.available = {machine.names[name] for name in self.segment.kept} | free
+        self._segment(self.segment)
+        self.leave = {value for value in self.read if machine._inside(value, self.segment)} | outputs
+        required = [value for value in self.graph.required if machine._inside(value, self.segment)]
+        self.forward = machine._closure([*self.leave, *required], self.segment)
+        self.external |= {
+            read
+            for value in self.forward
+            for read in self.graph.nodes[value].inputs
+            if not machine._inside(read, self.segment)
+        }
+
+    def _segment(self, segment: Segment) -> None:
+        if not segment.inner:
+            self._leaf(segment)
+            return
+        plans: list[list[int]] = []
+        asked: set[int] = set()
+        for inner in reversed(segment.inner):
+            probe = _Probe(self.machine, inner)
+            outputs = {value for value in asked if self.machine._inside(value, inner)}
+            probe.available = {self.machine.names[name] for name in inner.kept} | outputs
+            probe._segment(inner)
+            leave = {value for value in probe.read if self.machine._inside(value, inner)} | outputs
+            forward = self.machine._closure(leave, inner)
+            asked |= probe.external | {read for value in forward for read in self.graph.nodes[value].inputs}
+            plans.append([*forward, -1, *leave])
+        for inner, plan in zip(segment.inner, reversed(plans), strict=True):
+            cut = plan.index(-1)
+            for value in plan[:cut]:
+                self._run(value)
+            for value in plan[:cut]:
+                if value not in plan[cut:]:
+                    self._forget(value)
+        for inner in reversed(segment.inner):
+            self._segment(inner)
+            for value in sorted(self.available):
+                if self.machine._inside(value, inner):
+                    self._forget(value)
+
+    def _forget(self, value: int) -> None:
+        self.available.discard(value)
+        self.backward.append(("forget", value))
+
+    def _run(self, value: int) -> None:
+        self.backward.append(("run", value))
+        self.again.add(value)
+        self.available.add(value)
+        for read in self.graph.nodes[value].inputs:
+            if not self.machine._inside(read, self.segment):
+                self.external.add(read)
+            elif read in self.available:
+                self.read.add(read)
+
+    def _leaf(self, segment: Segment) -> None:
+        grads = [i for i, g in enumerate(self.graph.grad_nodes) if segment.start <= g.position < segment.stop]
+        wanted = self._wanted(grads)
+        for index in grads:
+            for node in self.graph.grad_nodes[index].nodes:
+                for read in self.graph.nodes[node].inputs:
+                    self._need(read, wanted)
+                self.backward.append(("run", node))
+            self.backward.append(("finish", index))
+
+    def _wanted(self, grads: Iterable[int]) -> set[int]:
+        nodes = self.graph.nodes
+        stack = [read for i in grads for node in self.graph.grad_nodes[i].nodes for read in nodes[node].inputs]
+        wanted: set[int] = set()
+        while stack:
+            value = stack.pop()
+            if value not in wanted and self.machine._inside(value, self.segment) and value not in self.available:
+                wanted.add(value)
+                stack += nodes[value].inputs
+        return wanted
+
+    def _need(self, value: int, wanted: set[int]) -> None:
+        if value >= len(self.graph.nodes) or self.graph.nodes[value].phase == "backward":
+            return
+        if not self.machine._inside(value, self.segment):
+            self.external.add(value)
+        elif value in self.available:
+            self.read.add(value)
+        elif not self.graph.nodes[value].recomputable:
+            self.read.add(value)
+            self.available.add(value)
+        else:
+            for read in self.graph.nodes[value].inputs:
+                self._need(read, wanted)
+            self._run(value)
+            if self.graph.nodes[value].container:
+                for item in sorted(wanted - self.available):
+                    if value in self.graph.nodes[item].inputs:
+                        self._run(item)
