@@ -21,6 +21,7 @@ class WorkCounter(TorchDispatchMode):
         super().__init__()
         self.device = device
         self.seconds = 0.0
+        self.active = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

@@ -30,7 +30,13 @@ _MATMULS = {
 
 @dataclass(frozen=True)
 class Peer:
-    """A setting to measure: ``apply`` returns the model to train."""
+    """A setting to measure.
+
+    Attributes:
+        name: for tables.
+        apply: returns the model to train.
+        counter: counts the work of compiled graphs, which a dispatch mode cannot see: Dynamo runs plain under one.
+    """
 
     name: str
     apply: Callable[[Workload], nn.Module]
@@ -38,9 +44,12 @@ class Peer:
 
 
 def _checkpointed(work: Workload, every: int = 1, **options: Any) -> nn.Module:
+    def wrap(forward: Callable[..., Any]) -> Callable[..., Any]:
+        # The reentrant variant takes no keyword arguments, so they go in beforehand.
+        return lambda *args, **kwargs: checkpoint(functools.partial(forward, **kwargs), *args, **options)
+
     for block in work.blocks[::every]:
-        # torch checks that recomputed metadata agree; blocks with stochastic depth and BatchNorm pass.
-        block.forward = functools.partial(checkpoint, block.forward, **options)  # type: ignore[method-assign]
+        block.forward = wrap(block.forward)  # type: ignore[method-assign]
     return work.model
 
 
@@ -85,13 +94,13 @@ def compiled(budget: float) -> Peer:
 
 
 class _Switch:
-    """A compiled graph; counts its work while the counter is switched on (``seconds`` is not None)."""
+    """A compiled graph that counts its work while the counter is switched on."""
 
     def __init__(self, module: fx.GraphModule, counter: WorkCounter) -> None:
         self.module, self.counter = module, counter
 
     def __call__(self, *args: Any) -> Any:
-        if not getattr(self.counter, "active", False):
+        if not self.counter.active:
             return self.module(*args)
         return CountingInterpreter(self.module, self.counter).run(*args)
 

@@ -95,7 +95,7 @@ def largest_kept(graph: Graph, program: Program, count: int) -> tuple[KeptValue,
             if value in positions and fresh:
                 size = sum(graph.storage_bytes[storage] for storage in fresh)
                 reason = _reason(node, value in crossing, value in outputs)
-                kept = KeptValue(node.name, size, node.module, node.source, reason)
+                kept = KeptValue(node.name, size, node.module, tables.short_source(node.source), reason)
                 found.update(dict.fromkeys(fresh, kept))
     largest = sorted(set(found.values()), key=lambda kept: (-kept.bytes, kept.name))
     return tuple(largest[:count])

@@ -28,6 +28,7 @@ from fxckpt.passes.simulate import simulate
 from fxckpt.passes.sqrtn import sqrtn
 from fxckpt.plan import Chain, Frontier, Graph, Plan, Program, Segment, SegmentProgram, Timeline
 from fxckpt.units import GIB, format_bytes
+from fxckpt.workspace import measure_workspaces
 
 __all__ = ["Captured", "Decision", "Goal", "build_graph", "capture_region", "decide", "emit"]
 
@@ -83,6 +84,7 @@ class Captured:
     joint: JointGraph
     clock: Clock
     tangents: frozenset[int] = frozenset()
+    workspaces: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -111,6 +113,7 @@ def capture_region(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     joint = clock.run("functionalize", functionalize, trace)
     captured = Captured(joint, clock)
     captured.tangents = _likely_tangents(joint)
+    captured.workspaces = clock.run("workspaces", measure_workspaces, joint)
     return captured
 
 
@@ -127,7 +130,7 @@ def _likely_tangents(joint: JointGraph) -> frozenset[int]:
 
 def build_graph(captured: Captured, device: Device, **options: Any) -> Graph:
     """Score the captured graph; ``options`` go to the cost pass."""
-    return captured.clock.run("cost", cost, captured.joint, device, **options)
+    return captured.clock.run("cost", cost, captured.joint, device, workspaces=captured.workspaces, **options)
 
 
 def decide(graph: Graph, goal: Goal, tangents: frozenset[int], floor_bytes: int = 0) -> Decision:
@@ -155,11 +158,12 @@ def decide(graph: Graph, goal: Goal, tangents: frozenset[int], floor_bytes: int 
     else:
         frontier = clock.run(goal.strategy, _candidates, goal.strategy, graph, chain, keep_all)
     limit = None if goal.plan is not None else goal.budget_bytes
-    candidates = clock.run("schedule", lambda: [(p, *_simulated(graph, p, tangents)) for p in frontier.plans])
-    smallest = min(max(timeline.peak_bytes, floor_bytes) for _, _, timeline in candidates)
-    chosen = _choose(candidates, limit, goal, floor_bytes)
-    if chosen is None:
-        raise _infeasible(goal, graph, smallest, candidates)
+    search = _Search(graph, frontier.plans, tangents, floor_bytes)
+    chosen = clock.run("schedule", search.first if limit is None else search.cheapest_within, limit or 0)
+    if chosen is None and not goal.best_effort:
+        raise _infeasible(goal, graph, *search.smallest())
+    plan, program, timeline = chosen or search.smallest()
+    smallest = search.smallest()[2].peak_bytes
     plan, program, timeline = chosen
     plan = dataclasses.replace(
         plan, fingerprint=fingerprint, budget_bytes=goal.budget_bytes or 0, segments=_named(graph, plan.segments),
@@ -168,7 +172,9 @@ def decide(graph: Graph, goal: Goal, tangents: frozenset[int], floor_bytes: int 
     program = Program(
         tuple(dataclasses.replace(p, name=s.name) for p, s in zip(program.segments, plan.segments, strict=True))
     )
-    return Decision(graph, chain, plan, program, timeline, plain, smallest, tangents, clock.seconds)
+    return Decision(
+        graph, chain, plan, program, timeline, plain, max(smallest, floor_bytes), tangents, clock.seconds
+    )  # fmt: skip
 
 
 Candidate = tuple[Plan, Program, Timeline]
@@ -188,19 +194,59 @@ def _candidates(strategy: str, graph: Graph, chain: Chain, keep_all: Plan) -> Fr
     return Frontier((dataclasses.replace(keep_all, strategy="dp"), *frontier.plans))
 
 
-def _choose(candidates: list[Candidate], limit: int | None, goal: Goal, floor_bytes: int) -> Candidate | None:
-    if limit is None:
-        return candidates[0]
-    fitting = [c for c in candidates if max(c[2].peak_bytes, floor_bytes) <= limit]
-    if fitting:
-        return min(fitting, key=lambda c: (c[2].recompute_seconds, c[2].peak_bytes))
-    return min(candidates, key=lambda c: c[2].peak_bytes) if goal.best_effort else None
+class _Search:
+    """Finds the cheapest of the candidates that fits, simulating few of them.
+
+    Candidates come cheapest first, and with falling price the simulated peak rises, all but exactly: the search halves
+    the list and then looks at the neighbours on both sides. The last few candidates are always looked at before a
+    budget is refused, so that the smallest peak among them is a budget that succeeds.
+    """
+
+    AROUND = 4
+    LAST = 8
+
+    def __init__(self, graph: Graph, plans: tuple[Plan, ...], tangents: frozenset[int], floor_bytes: int) -> None:
+        self.graph, self.plans, self.tangents, self.floor_bytes = graph, plans, tangents, floor_bytes
+        self.known: dict[int, Candidate] = {}
+
+    def at(self, index: int) -> Candidate:
+        if index not in self.known:
+            plan = self.plans[index]
+            self.known[index] = (plan, *_simulated(self.graph, plan, self.tangents))
+        return self.known[index]
+
+    def fits(self, index: int, limit: int) -> bool:
+        return max(self.at(index)[2].peak_bytes, self.floor_bytes) <= limit
+
+    def first(self, _: int) -> Candidate:
+        return self.at(0)
+
+    def cheapest_within(self, limit: int) -> Candidate | None:
+        low, high = 0, len(self.plans)
+        while low < high:
+            middle = (low + high) // 2
+            if self.fits(middle, limit):
+                high = middle
+            else:
+                low = middle + 1
+        near = range(max(0, low - self.AROUND), min(len(self.plans), low + self.AROUND + 1))
+        last = range(max(0, len(self.plans) - self.LAST), len(self.plans))
+        for group in (near, last):
+            fitting = [self.at(index) for index in group if self.fits(index, limit)]
+            if fitting:
+                return min(fitting, key=lambda c: (c[2].recompute_seconds, c[2].peak_bytes))
+        return None
+
+    def smallest(self) -> Candidate:
+        """The candidate with the smallest peak among the last ones."""
+        last = range(max(0, len(self.plans) - self.LAST), len(self.plans))
+        return min((self.at(index) for index in last), key=lambda c: (c[2].peak_bytes, c[2].recompute_seconds))
 
 
 def _infeasible(
-    goal: Goal, graph: Graph, smallest: int, candidates: list[Candidate]
+    goal: Goal, graph: Graph, plan: Plan, program: Program, timeline: Timeline
 ) -> BudgetInfeasibleError:
-    timeline = min(candidates, key=lambda c: c[2].peak_bytes)[2]
+    smallest = timeline.peak_bytes
     label = timeline.labels[timeline.peak_index]
     node = next((node for node in graph.nodes if node.name == label[2]), None)
     fixed = graph.fixed_bytes + sum(

@@ -20,7 +20,7 @@ from fxckpt.units import format_bytes
 __all__ = ["KeptValue", "Report", "SegmentRow", "build_report"]
 
 WIDTH = 100
-LARGEST_KEPT = 5
+LARGEST_KEPT = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +154,9 @@ class Report:
         if not self.budget_bytes:
             budget = "no budget was given"
         elif self.fits:
-            budget = f"fits the budget of {size(self.budget_bytes)}, {size(spare)} to spare"
+            budget = f"fits the budget of {size(self.budget_bytes)}, {format_bytes(spare)} to spare"
         else:
-            budget = f"DOES NOT FIT the budget of {size(self.budget_bytes)}, {size(-spare)} too much"
+            budget = f"DOES NOT FIT the budget of {size(self.budget_bytes)}, {format_bytes(-spare)} too much"
         saved = 1 - self.peak_bytes / self.plain_peak_bytes if self.plain_peak_bytes else 0.0
         price = "of the step"
         if self.gap is not None:
@@ -230,7 +230,8 @@ class Report:
     def _peak_lines(self) -> list[str]:
         unit, size = tables.unit_for([self.peak_bytes])
         texts, total = tables.rounded([count for _, count in self.peak_parts], size)
-        shown = [f"{name} {text}" for (name, count), text in zip(self.peak_parts, texts, strict=True) if count]
+        parts = zip(self.peak_parts, texts, strict=True)
+        shown = [f"{name} {text}" for (name, _), text in parts if float(text)]  # "0.000" says nothing
         where = ""
         if 0 <= self.peak_segment < len(self.rows):
             row = self.rows[self.peak_segment]
@@ -238,9 +239,13 @@ class Report:
         return [f"Peak {total} {unit}{where}:", *tables.wrapped(" | ".join(shown), WIDTH, "    ")]
 
     def _remarks(self) -> Iterator[str]:
+        alike: dict[tuple[int, str, str], list[str]] = {}
         for value in self.kept:
-            place = ", ".join(part for part in (value.module, value.source) if part)
-            yield f"kept {format_bytes(value.bytes)} {value.name} ({place}): {value.reason}"
+            name = f"{value.name} ({value.module})" if value.module else value.name
+            alike.setdefault((value.bytes, value.source, value.reason), []).append(name)
+        for (count, source, reason), names in alike.items():
+            size = format_bytes(count) + (" each" if len(names) > 1 else "")
+            yield f"kept {size}: {', '.join(names)}{f', {source}' if source else ''}: {reason}"
         yield from self.remarks
         if self.regions:
             yield f"captured: {', '.join(self.regions)}"

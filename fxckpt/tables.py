@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import os
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from fxckpt.units import GIB, MIB
 
-__all__ = ["chart", "counted", "rounded", "shades", "short_op", "span_name", "unit_for", "wrapped"]
+__all__ = ["chart", "counted", "rounded", "shades", "short_op", "short_source", "span_name", "unit_for", "wrapped"]
 
 # Names that PyTorch users know, for operators that carry the name of an implementation.
 _ALIASES = {
     "convolution": "conv",
     "addmm": "linear",
+    "batch_norm": "bn",
     "max_pool2d_with_indices": "max_pool",
     "constant_pad_nd": "pad",
     "bernoulli": "dropout",
@@ -48,7 +50,7 @@ def rounded(values: Sequence[float], unit: float = 1, decimals: int = 3) -> tupl
 
 
 def short_op(op: str) -> str:
-    """``"aten.native_batch_norm.default"`` as ``"batch_norm"``."""
+    """``"aten.native_batch_norm.default"`` as ``"bn"``."""
     name = op.split(".")[1] if op.startswith("aten.") else op.split(".")[-2 if "." in op else 0]
     name = name.strip("_")
     for noise in _NOISE:
@@ -57,6 +59,13 @@ def short_op(op: str) -> str:
         if family in name:
             name = family
     return _ALIASES.get(name, name)
+
+
+def short_source(source: str) -> str:
+    """``file:line`` from the working directory or the folder of installed packages on."""
+    for folder in ("/site-packages/", "/dist-packages/"):
+        source = source.replace("\\", "/").rpartition(folder)[2]
+    return source.removeprefix(os.getcwd().replace("\\", "/") + "/")
 
 
 def counted(names: Iterable[str], width: int) -> str:

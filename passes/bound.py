@@ -1,27 +1,23 @@
 """The recomputation that no schedule can avoid at a budget.
 
-At any moment between forward and the end of backward some forward results are in memory. Those that the rest of
-backward reads and that are not there must be computed once more, with all that this takes. So for every price per
-byte the minimum cut of the menus, taken over the whole graph, less the price of the memory that is left for forward
-results at that moment, is a lower bound (Lagrangian duality; Geoffrion 1974). Over all prices the best one is the
-height of the lower convex hull of (kept bytes, extra seconds) above the memory that is left, and two points of the
-hull that lie on either side of it are found by a few cuts.
+While a backward node runs, some forward results are in memory. Those that later nodes read and that are not there must
+be computed once more, with all that this takes. So the lower convex hull of (kept bytes, extra seconds) over the whole
+graph (:mod:`fxckpt.hull`), read off at the memory that is left for forward results at that moment, is a lower bound:
+it is the best Lagrangian bound over all prices per byte (Geoffrion 1974).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import NamedTuple
 
-import networkx as nx
-from networkx.algorithms.flow import boykov_kolmogorov
-
+from fxckpt.hull import Operation, Storage, hull
 from fxckpt.plan import GradNode, Graph
 
 __all__ = ["bound"]
 
 TICKS = 10**12  # per second; times are integers inside the cuts
-SOURCE, SINK = -1, -2
 
 
 class _Moment(NamedTuple):
@@ -44,7 +40,7 @@ def bound(graph: Graph, budget_bytes: int, moments: int = 4) -> float:
     A schedule runs the backward nodes once, in the recorded order, after all of forward. Counted as in memory are the
     fixed bytes and the results of the region, and while a backward node runs the gradients that exist then, what the
     node reads and what it makes. The bound is the best of those of the ``moments`` at which memory is shortest if
-    all is kept, taken from different parts of backward. About ten minimum cuts for each moment.
+    all is kept, taken from different parts of backward. One hull for each moment.
     """
     problem = _Problem(graph)
     short = [moment for moment in problem.moments() if moment.used + moment.demand > budget_bytes]
@@ -71,6 +67,13 @@ class _Problem:
         self.base = graph.fixed_bytes + sum(graph.storage_bytes[storage] for storage in self.held)
         self.steps = [(index, value) for index, grad in enumerate(graph.grad_nodes) for value in grad.nodes]
         self.reads = [self._storages(graph.nodes[value].inputs) for _, value in self.steps]
+        self.operations = [self._operation(value) for value in graph.forward if graph.nodes[value].allocates]
+        self.known: dict[object, object] = {}
+
+    def _operation(self, value: int) -> tuple[list[int], tuple[int, ...], int, bool]:
+        node = self.graph.nodes[value]
+        ticks = round(node.seconds * TICKS) if value in self.runs else 0
+        return self._storages(node.inputs), node.allocates, ticks, node.recomputable
 
     def _storages(self, values: Iterable[int]) -> list[int]:
         """Storages of forward that ``values`` live in."""
@@ -101,59 +104,26 @@ class _Problem:
             demand -= dying[step]
         return found
 
-    def least(self, step: int, room: int) -> int:
+    def least(self, step: int, room: int) -> float:
         """Least ticks of recomputation if, with what node ``step`` reads, ``room`` more bytes of forward are there."""
         free = self.held | set(self.reads[step])
-        needed = dict.fromkeys(s for reads in self.reads[step + 1 :] for s in reads if s not in free)
-        edges = self._edges(list(needed), free)
-        sizes, times = sum(max(e[3], 0) for e in edges) + 1, sum(max(e[2], 0) for e in edges) + 1
-        left, right = self._cut(edges, 1, sizes), self._cut(edges, times, 1)
-        if left[0] <= room:
-            return left[1]
-        if right[0] >= room:
-            return right[1]
-        while True:
-            price, scale = right[1] - left[1], left[0] - right[0]
-            point = self._cut(edges, price, scale)
-            if scale * point[1] + price * point[0] >= scale * left[1] + price * left[0]:
-                return left[1] + price * (left[0] - room) // scale
-            left, right = (point, right) if point[0] > room else (left, point)
-
-    def _edges(self, needed: list[int], free: set[int]) -> list[tuple[int, int, int, int]]:
-        """Edges ``(from, to, ticks, bytes)``, -1 for no limit; operation ``v`` is node ``-3 - v``."""
-        nodes = self.graph.nodes
-        edges = [(SOURCE, storage, -1, -1) for storage in needed]
-        seen, stack, operations = set(needed), list(needed), set()
-        while stack:
-            storage = stack.pop()
-            value = self.maker[storage]
-            edges.append((storage, -3 - value, 0, self.graph.storage_bytes[storage]))
-            if value in operations:
-                continue
-            operations.add(value)
-            ticks = round(nodes[value].seconds * TICKS) if value in self.runs else 0
-            edges.append((-3 - value, SINK, *((ticks, 0) if nodes[value].recomputable else (-1, -1))))
-            for read in self._storages(nodes[value].inputs):
-                if read not in free:
-                    edges.append((-3 - value, read, -1, -1))
-                    if read not in seen:
-                        seen.add(read)
-                        stack.append(read)
-        return edges
-
-    def _cut(self, edges: list[tuple[int, int, int, int]], price: int, scale: int) -> tuple[int, int]:
-        """Kept bytes and ticks that make ``scale * ticks + price * bytes`` least."""
-        if not edges:
-            return 0, 0
-        network = nx.DiGraph()
-        for tail, head, ticks, size in edges:
-            if ticks < 0:
-                network.add_edge(tail, head)
-            else:
-                network.add_edge(tail, head, capacity=scale * ticks + price * size)
-        _, (reached, _) = nx.minimum_cut(network, SOURCE, SINK, flow_func=boykov_kolmogorov)
-        cut = [(ticks, size) for tail, head, ticks, size in edges if tail in reached and head not in reached]
-        return sum(size for _, size in cut), sum(ticks for ticks, _ in cut)
+        needed = {storage for reads in self.reads[step + 1 :] for storage in reads} - free
+        storages = [Storage(size, True, storage in needed) for storage, size in enumerate(self.graph.storage_bytes)]
+        operations = [
+            Operation(
+                tuple(read for read in reads if read not in free),
+                tuple(storage for storage in makes if storage not in free),
+                ticks,
+                0,
+                recomputable,
+            )
+            for reads, makes, ticks, recomputable in self.operations
+        ]
+        points = hull(operations, storages, self.known).points
+        for left, right in pairwise(points):
+            if left[0] > room >= right[0]:
+                return left[1] + (right[1] - left[1]) * (left[0] - room) / (left[0] - right[0])
+        return points[0][1] if room >= points[0][0] else points[-1][1]
 
 
 class _Gradients:

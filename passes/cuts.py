@@ -19,13 +19,18 @@ from fxckpt.plan import Chain, Graph, Stage
 __all__ = ["cuts"]
 
 
+SMALL = 50_000  # a storage this many times smaller than all of forward does not decide where to cut
+NARROW = 0.9  # share of one storage in what crosses a needle's eye
+DEAR = 1.1  # a cut point this much dearer than both of its neighbours ...
+LARGE = 8  # ... goes, unless the stage without it makes more than this part of all memory
+
+
 class _Place(NamedTuple):
-    """A clean position: bytes and storages that cross it; ``waste`` is the part that backward does not read."""
+    """A clean position: the bytes that cross it, those that backward does not read twice; ``narrow`` if one storage."""
 
     position: int
     price: int
-    waste: int
-    storages: int
+    narrow: bool
     signature: int
 
 
@@ -34,18 +39,18 @@ def cuts(graph: Graph, max_stages: int = 256) -> Chain:
 
     The price of a position is the bytes that cross it, those that backward does not read counted twice; results of
     the region are free, since they stay in memory anyway. Cut points are the positions at which the price has a local
-    minimum, and those that one storage crosses. Of positions that the same storages cross the first is taken. While
-    there are too many stages, the one that creates the fewest bytes is merged with a neighbour.
-    O(n log n) in the size of the graph.
+    minimum, and those that little but one storage crosses, as far as they are not much dearer than the cut points
+    around them. Of positions that the same storages cross the first is taken. While there are too many stages, the
+    one that creates the fewest bytes is merged with a neighbour. O(n log n) in the size of the graph.
     """
     spans = _spans(graph)
     held = {storage for value in graph.outputs for storage in graph.nodes[value].storages}
-    positions = [place.position for place in _chosen(_clean_places(graph, spans, held))]
     grown = [0]
     for value in graph.forward:
         created = graph.nodes[value].allocates
         grown.append(grown[-1] + sum(graph.storage_bytes[storage] for storage in created))
-    positions = _merge([0, *positions, len(graph.forward)], grown, max_stages)
+    places = _worthwhile(_clean_places(graph, spans, held, grown[-1] // SMALL), grown)
+    positions = _merge([0, *(place.position for place in places), len(graph.forward)], grown, max_stages)
     born: list[list[int]] = [[] for _ in graph.forward]
     for storage, (birth, _) in spans.items():
         born[birth].append(storage)
@@ -72,46 +77,60 @@ def _spans(graph: Graph) -> dict[int, tuple[int, int]]:
     return spans
 
 
-def _clean_places(graph: Graph, spans: dict[int, tuple[int, int]], held: set[int]) -> list[_Place]:
-    """Clean positions in order, each with what crosses it."""
+def _clean_places(graph: Graph, spans: dict[int, tuple[int, int]], held: set[int], small: int) -> list[_Place]:
+    """Clean positions in order, each with what crosses it; storages of up to ``small`` bytes are left out."""
     size, count = len(graph.forward), len(graph.nodes)
     reads = [read for grad in graph.grad_nodes for value in grad.nodes for read in graph.nodes[value].inputs]
     needed = {storage for read in reads if read < count for storage in graph.nodes[read].storages}
     place = {value: position for position, value in enumerate(graph.forward)}
-    # A range (low, high] of positions adds to the sums of low + 1 .. high.
-    ranges = [(low, high, (1, 0, 0, 0, 0)) for low, high in graph.forbidden]
+    closed = [0] * (size + 2)
+    ranges = list(graph.forbidden)
     for position, value in enumerate(graph.forward):
-        for read in graph.nodes[value].inputs:
-            if graph.nodes[read].container and read in place:
-                ranges.append((place[read], position, (1, 0, 0, 0, 0)))
+        sources = (read for read in graph.nodes[value].inputs if graph.nodes[read].container and read in place)
+        ranges += [(place[read], position) for read in sources]
+    for low, high in ranges:
+        closed[min(max(low + 1, 0), size + 1)] += 1
+        closed[min(max(high + 1, 0), size + 1)] -= 1
+    born: list[list[int]] = [[] for _ in range(size)]
     for storage, (birth, last) in spans.items():
-        size_bytes = 0 if storage in held else graph.storage_bytes[storage]
-        waste = 0 if storage in needed else size_bytes
-        ranges.append((birth, last, (0, size_bytes + waste, waste, int(size_bytes > 0), (storage + 1) ** 3)))
-    changes = [[0] * 5 for _ in range(size + 2)]
-    for low, high, amounts in ranges:
-        for kind, amount in enumerate(amounts):
-            changes[min(max(low + 1, 0), size + 1)][kind] += amount
-            changes[min(max(high + 1, 0), size + 1)][kind] -= amount
+        if last > birth and storage not in held and graph.storage_bytes[storage] > small:
+            born[birth].append(storage)
     places: list[_Place] = []
-    sums = [0] * 5
-    for position in range(size):
-        sums = [total + change for total, change in zip(sums, changes[position], strict=True)]
-        if position and not sums[0]:
-            places.append(_Place(position, *sums[1:]))
+    crossing: dict[int, int] = {}  # storage: price
+    blocked = closed[0]
+    for position in range(1, size):
+        for storage in born[position - 1]:
+            crossing[storage] = graph.storage_bytes[storage] * (1 if storage in needed else 2)
+        crossing = {storage: price for storage, price in crossing.items() if spans[storage][1] >= position}
+        blocked += closed[position]
+        if not blocked:
+            price = sum(crossing.values())
+            largest = max((graph.storage_bytes[storage] for storage in crossing), default=0)
+            places.append(_Place(position, price, largest >= NARROW * price, hash(frozenset(crossing))))
     return places
 
 
-def _chosen(places: Sequence[_Place]) -> list[_Place]:
-    """The positions worth a cut: valleys of the price, and the needles' eyes that one storage passes."""
-    distinct = [next(group) for _, group in groupby(places, key=lambda place: place[1:])]
+def _worthwhile(places: Sequence[_Place], grown: Sequence[int]) -> list[_Place]:
+    """The positions worth a cut: valleys of the price and needles' eyes, without those that cost too much."""
+    distinct = [next(group) for _, group in groupby(places, key=lambda place: place.signature)]
     runs = [list(group) for _, group in groupby(distinct, key=lambda place: place.price)]
     prices = [0, *(run[0].price for run in runs), 0]
     chosen: list[_Place] = []
     for index, run in enumerate(runs, start=1):
         valley = prices[index - 1] > prices[index] < prices[index + 1]
-        chosen += [place for place in run if valley or (place.storages <= 1 and not place.waste)]
-    return chosen
+        chosen += [place for place in run if valley or place.narrow]
+    kept: list[_Place] = []
+    for index, place in enumerate(chosen):
+        if kept and place.signature == kept[-1].signature:
+            continue
+        before = kept[-1] if kept else _Place(0, 0, True, 0)
+        after = next((p for p in chosen[index + 1 :] if p.price * DEAR < place.price), None)
+        behind = after.position if after else len(grown) - 1
+        whole = grown[behind] - grown[before.position]
+        dear = before.price * DEAR < place.price and (after is not None or index + 1 == len(chosen))
+        if not (dear and whole * LARGE <= grown[-1]):
+            kept.append(place)
+    return kept
 
 
 def _merge(positions: list[int], grown: Sequence[int], max_stages: int) -> list[int]:

@@ -124,8 +124,8 @@ def _costs(graph: Graph, chain: Chain) -> _Costs:
             for read in graph.nodes[value].inputs:
                 for storage in graph.nodes[read].storages:
                     last[storage] = position
-    crossing = np.zeros((count + 1, count), dtype=np.int64)
-    results = np.zeros(count, dtype=np.int64)
+    crossing: Any = np.zeros((count + 1, count), dtype=np.int64)
+    results: Any = np.zeros(count, dtype=np.int64)
     for storage in birth:
         if storage in held:
             results[cut_of[birth[storage]] :] += graph.storage_bytes[storage]
@@ -135,7 +135,7 @@ def _costs(graph: Graph, chain: Chain) -> _Costs:
                 crossing[cut_of[birth[storage]], cut] += graph.storage_bytes[storage]
     boundary = np.cumsum(crossing[::-1], axis=0)[::-1][1:]  # born behind cut a, crossing cut p
     forward = _forward_peaks(graph, cuts, birth, last, held, runs)
-    seconds = np.zeros(count)
+    seconds: Any = np.zeros(count)
     for position, value in enumerate(graph.forward):
         if value in runs:
             seconds[cut_of[position]] += graph.nodes[value].seconds
@@ -160,8 +160,8 @@ def _forward_peaks(
 ) -> Ints:
     """``[a, j]``: highest memory beyond ``X(a)`` while stage ``j`` runs in a forward that began at ``a``."""
     size = len(graph.forward)
-    change = np.zeros(size + 1, dtype=np.int64)
-    extra = np.zeros(size, dtype=np.int64)
+    change: Any = np.zeros(size + 1, dtype=np.int64)
+    extra: Any = np.zeros(size, dtype=np.int64)
     for position, value in enumerate(graph.forward):
         node = graph.nodes[value]
         if value not in runs:
@@ -175,10 +175,10 @@ def _forward_peaks(
         if len(first) == 1 and first[0] in birth and last[first[0]] == position and first[0] not in held:
             extra[position] -= graph.storage_bytes[first[0]]
     live = np.cumsum(change)[:size] + extra
-    peaks = np.zeros((len(cuts), len(cuts) - 1), dtype=np.int64)
+    peaks: Any = np.zeros((len(cuts), len(cuts) - 1), dtype=np.int64)
     for a, start in enumerate(cuts[:-1]):
         # What crosses cut a is counted as resident already, for as long as forward needs it.
-        resident = np.zeros(size + 1, dtype=np.int64)
+        resident: Any = np.zeros(size + 1, dtype=np.int64)
         for storage, born in birth.items():
             if born < start <= last[storage] and storage not in held:
                 resident[start] += graph.storage_bytes[storage]
@@ -199,18 +199,18 @@ def _gradients(graph: Graph, cuts: Sequence[int]) -> tuple[Ints, int, Ints]:
         for slot, _ in grad.contributes:
             highest[slot] = max(highest[slot], grad.position)
             lowest[slot] = grad.position if lowest[slot] < 0 else min(lowest[slot], grad.position)
-    alive = np.zeros(len(cuts), dtype=np.int64)
-    piled = np.zeros(len(cuts), dtype=np.int64)
-    for slot, high, low in zip(graph.slots, highest, lowest, strict=True):
-        if high < 0 or slot.owner == -2:
+    alive: Any = np.zeros(len(cuts), dtype=np.int64)
+    piled: Any = np.zeros(len(cuts), dtype=np.int64)
+    for entry, high, low in zip(graph.slots, highest, lowest, strict=True):
+        if high < 0 or entry.owner == -2:
             continue
-        if slot.owner >= 0:
-            alive += slot.bytes * ((graph.grad_nodes[slot.owner].position < places) & (places <= high))
+        if entry.owner >= 0:
+            alive += entry.bytes * ((graph.grad_nodes[entry.owner].position < places) & (places <= high))
         elif graph.fresh_gradients:
-            alive += slot.bytes * (places <= high)
+            alive += entry.bytes * (places <= high)
         else:
-            alive += slot.bytes * ((low < places) & (places <= high))
-            piled += slot.bytes * (places <= low)
+            alive += entry.bytes * ((low < places) & (places <= high))
+            piled += entry.bytes * (places <= low)
     tangents = int(alive[-1])
     alive[-1] = 0
     return alive, tangents, piled
@@ -230,7 +230,7 @@ class _Solver:
         gradients = costs.gradients[stop] + (costs.tangents if stop == self.count else 0)
         backward = point.backward_peak_bytes + gradients + costs.results[-1]
         backward = backward + np.where(whole, 0, costs.piled[stop] - costs.piled[ends])
-        results = np.where(whole, costs.results[a], costs.results[-1])
+        results: Any = np.where(whole, costs.results[a], costs.results[-1])
         forward = point.forward_peak_bytes + costs.gradients[ends] + results
         return np.maximum(forward, backward)
 
@@ -248,8 +248,8 @@ class _Solver:
         """The best plan for each of ``slots`` amounts of memory up to ``top`` bytes, if there is one."""
         count, slots = self.count, self.slots
         unit = max(top / slots, 1.0)
-        value = np.full((count + 1, count + 1, slots + 1), np.inf)
-        choice = np.zeros((count + 1, count + 1, slots + 1), dtype=np.int32)
+        value: Any = np.full((count + 1, count + 1, slots + 1), np.inf)
+        choice: Any = np.zeros((count + 1, count + 1, slots + 1), dtype=np.int32)
         charges: dict[tuple[int, int], int] = {}
         value[np.arange(count + 1), np.arange(count + 1)] = 0.0
         for a in range(count - 1, -1, -1):
@@ -280,7 +280,7 @@ class _Solver:
         count, slots = self.count, self.slots
         shifts = self._shifts(a, unit)
         # right[i, b] is C(p, b) with the boundary at p = a + 1 + i stored
-        right = np.full((count - a - 1, count + 1 - a, slots + 1), np.inf)
+        right: Any = np.full((count - a - 1, count + 1 - a, slots + 1), np.inf)
         for index, shift in enumerate(shifts):
             if shift <= slots:
                 right[index, index + 2 :, shift:] = value[a + 1 + index, a + 2 + index :, : slots + 1 - shift]

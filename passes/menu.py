@@ -1,37 +1,23 @@
 """What each stage, and each short run of stages, can keep for backward, and what that costs.
 
-For a price per byte, choosing what to keep so that backward finds or can recompute all it reads is a minimum cut
-(Boykov & Kolmogorov's algorithm in networkx). A storage has a node that lies on the source side if backward needs it,
-an operation has one that lies there if backward runs it again:
-
-    source --> storage            without limit     backward reads it
-    storage --> operation         price * bytes     needed but not run again: it is kept
-    operation --> sink            seconds           run again
-    operation --> its inputs      without limit     run again, so its inputs are needed
-
-Sweeping the price gives the lower convex hull of (kept bytes, extra seconds): where the lines of two neighbouring
-points meet lies the only price at which a point between them can win, so one cut there finds it or proves that there
-is none. Prices are ratios of integers and capacities integers, so no point is lost to rounding.
-Parametric cuts of this kind: Gallo, Grigoriadis & Tarjan 1989; as options of a stage: Zhao et al. (Rockmate) 2023.
+Points are the corners of the lower convex hull of (kept bytes, extra seconds), found by parametric minimum cuts
+(:mod:`fxckpt.hull`); their peaks come from going through the instructions one by one. Menus of several options for
+each stage, to be combined by dynamic programming: Zhao et al., "Rockmate", 2023.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Sequence
 from itertools import count
 from typing import NamedTuple
 
-import networkx as nx
-from networkx.algorithms.flow import boykov_kolmogorov
-
+from fxckpt.hull import Operation, Storage, hull
 from fxckpt.plan import Chain, Graph, MenuPoint
 
 __all__ = ["menu"]
 
 TICKS = 10**12  # per second; times are integers inside the cuts
 NEVER = 10**9  # later than any instruction
-SOURCE, SINK = -1, -2
 
 
 class _Op(NamedTuple):
@@ -115,6 +101,7 @@ def menu(graph: Graph, chain: Chain, widest: int = 1, most: int = 16) -> tuple[t
         most: points of a window of more than one stage.
     """
     known: dict[_Window, tuple[_Choice, ...]] = {}
+    components: dict[object, object] = {}
     reader = _Reader(graph)
     menus: list[tuple[MenuPoint, ...]] = []
     for first in range(len(chain.stages)):
@@ -123,7 +110,7 @@ def menu(graph: Graph, chain: Chain, widest: int = 1, most: int = 16) -> tuple[t
             start, end = chain.stages[first].start, chain.stages[last]
             window, keepers = reader.window(start, end.stop, end.boundary)
             if window not in known:
-                known[window] = _solve(window, most if last > first else NEVER)
+                known[window] = _solve(window, most if last > first else NEVER, components)
             for choice in known[window]:
                 points.append(
                     MenuPoint(
@@ -250,77 +237,28 @@ def _ancestors(graph: Graph, values: Iterable[int]) -> set[int]:
     return seen
 
 
-def _solve(window: _Window, most: int) -> tuple[_Choice, ...]:
-    """Up to ``most`` points of the hull, from keeping all that backward reads to keeping the least."""
+def _solve(window: _Window, most: int, known: dict[object, object]) -> tuple[_Choice, ...]:
+    """Up to ``most`` points, from keeping all that backward reads to keeping the least."""
+    storages = [Storage(s.size, s.keepable, s.needed and not s.free) for s in window.storages]
+    free = {number for number, storage in enumerate(window.storages) if storage.free}
+    operations = [
+        Operation(
+            tuple(read for read in op.reads if read not in free),
+            tuple(made for made in op.makes if made not in free),
+            op.ticks,
+            window.state_bytes if op.random else 0,
+            op.recomputable,
+        )
+        for op in window.ops
+    ]
+    compromises = hull(operations, storages, known)
     maker = {storage: index for index, op in enumerate(window.ops) for storage in op.makes}
-    needed = [number for number, storage in enumerate(window.storages) if storage.needed and not storage.free]
-    edges = _edges(window, maker, needed)
-    bytes_limit = 1 + sum(storage.size + window.state_bytes for storage in window.storages)
-    ticks_limit = 1 + sum(op.ticks for op in window.ops)
-    first = _cut(edges, 1, bytes_limit)
-    last = _cut(edges, ticks_limit, 1)
-    points = {first[:2]: first[2], last[:2]: last[2]}
-    gaps: list[tuple[int, tuple[int, int], tuple[int, int]]] = []
-
-    def push(left: tuple[int, int], right: tuple[int, int]) -> None:
-        area = (left[0] - right[0]) * (right[1] - left[1])
-        if area > 0:
-            heapq.heappush(gaps, (-area, left, right))
-
-    push(first[:2], last[:2])
-    while gaps and len(points) < most:
-        _, left, right = heapq.heappop(gaps)
-        price, scale = right[1] - left[1], left[0] - right[0]
-        kept_bytes, ticks, kept = _cut(edges, price, scale)
-        if scale * ticks + price * kept_bytes < scale * left[1] + price * left[0]:
-            points[kept_bytes, ticks] = kept
-            push(left, (kept_bytes, ticks))
-            push((kept_bytes, ticks), right)
-    choices = [_choice(window, maker, point, kept) for point, kept in points.items()]
-    return tuple(sorted(choices, key=lambda choice: (choice.ticks, choice.kept_bytes)))
+    return tuple(
+        _choice(window, maker, compromises.points[index], compromises.kept(index)) for index in compromises.select(most)
+    )
 
 
-def _edges(window: _Window, maker: dict[int, int], needed: Sequence[int]) -> list[tuple[int, int, int, int]]:
-    """Edges ``(from, to, ticks, bytes)`` of the cut problem, -1 for no limit; operation ``i`` is node ``-3 - i``."""
-    edges = [(SOURCE, storage, -1, -1) for storage in needed]
-    seen, stack, operations = set(needed), list(needed), set()
-    while stack:
-        storage = stack.pop()
-        index = maker[storage]
-        size = window.storages[storage].size if window.storages[storage].keepable else -1
-        edges.append((storage, -3 - index, min(size, 0), size))
-        if index in operations:
-            continue
-        operations.add(index)
-        op = window.ops[index]
-        limit = (op.ticks, window.state_bytes if op.random else 0) if op.recomputable else (-1, -1)
-        edges.append((-3 - index, SINK, *limit))
-        for read in op.reads:
-            if not window.storages[read].free:
-                edges.append((-3 - index, read, -1, -1))
-                if read not in seen:
-                    seen.add(read)
-                    stack.append(read)
-    return edges
-
-
-def _cut(edges: Sequence[tuple[int, int, int, int]], price: int, scale: int) -> tuple[int, int, tuple[int, ...]]:
-    """Kept bytes, ticks and kept storages that make ``scale * ticks + price * bytes`` least."""
-    if not edges:
-        return 0, 0, ()
-    network = nx.DiGraph()
-    for tail, head, ticks, size in edges:
-        if ticks < 0:
-            network.add_edge(tail, head)
-        else:
-            network.add_edge(tail, head, capacity=scale * ticks + price * size)
-    _, (reached, _) = nx.minimum_cut(network, SOURCE, SINK, flow_func=boykov_kolmogorov)
-    cut = [(tail, ticks, size) for tail, head, ticks, size in edges if tail in reached and head not in reached]
-    kept = tuple(sorted(tail for tail, _, _ in cut if tail >= 0))
-    return sum(size for _, _, size in cut), sum(ticks for _, ticks, _ in cut), kept
-
-
-def _choice(window: _Window, maker: dict[int, int], point: tuple[int, int], kept: tuple[int, ...]) -> _Choice:
+def _choice(window: _Window, maker: dict[int, int], point: tuple[int, int], kept: Sequence[int]) -> _Choice:
     """The point with its peaks, found by going through its instructions one by one."""
     storages, ops = window.storages, window.ops
     available = {*kept, *(number for number, storage in enumerate(storages) if storage.free)}

@@ -22,8 +22,8 @@ def simulate(graph: Graph, program: Program, tangents: frozenset[int] | None = N
         tangents: slots of outputs whose gradient arrives from outside; None means all of them.
 
     Returns:
-        The timeline; outputs of the region are taken to stay alive until the step ends, and the gradients of
-        outputs to be there when backward starts.
+        The timeline. The caller is taken to let go of outputs that its loss does not use once the loss is known, and
+        to hold the others until the step ends; the gradients of outputs are there when backward starts.
     """
     if tangents is None:
         tangents = frozenset(index for index, slot in enumerate(graph.slots) if slot.tangent >= 0)
@@ -204,6 +204,9 @@ class _Run:
 
     def backward(self, program: Program, tangents: frozenset[int]) -> None:
         self.phase = "backward"
+        for slot, entry in enumerate(self.graph.slots):
+            if entry.tangent >= 0 and slot not in tangents:
+                self._drop(self.held.pop(entry.value, None))
         for slot in sorted(tangents):
             block = self._allocate(self.graph.slots[slot].bytes, "temporary")
             self.pending[slot] = self._hold({self.extra_storage: block})

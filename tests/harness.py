@@ -230,16 +230,16 @@ def differences(plain: Any, planned: Any, path: str = "") -> Iterator[str]:
         if not _same_bits(plain, planned):
             yield f"{path}: {_distance(plain, planned)}"
     elif isinstance(plain, dict) and isinstance(planned, dict):
+        # An error of the planned model is an entry that eager does not have; attributes it adds are its own affair.
+        for key in [key for key in planned if key not in plain]:
+            if not key.rpartition("step ")[2].partition(" ")[2].startswith("attribute ."):
+                yield f"{path} / {key}: only in the planned run ({_short(planned[key])})"
         for key, entry in plain.items():
             name = f"{path} / {key}" if path else key
             if key not in planned:
                 yield f"{name}: missing"
             else:
                 yield from differences(entry, planned[key], name)
-        # An error of the planned model is an entry that eager does not have; attributes it adds are its own affair.
-        for key in planned.keys() - plain.keys():
-            if not key.rpartition("step ")[2].partition(" ")[2].startswith("attribute ."):
-                yield f"{path} / {key}: only in the planned run ({_short(planned[key])})"
     elif isinstance(plain, (list, tuple)) and isinstance(planned, (list, tuple)) and len(plain) == len(planned):
         for index, (a, b) in enumerate(zip(plain, planned, strict=True)):
             yield from differences(a, b, f"{path}[{index}]")

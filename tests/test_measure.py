@@ -108,6 +108,15 @@ def test_default_loss_takes_the_models_own() -> None:
         default_loss(x.detach())
 
 
+def test_default_loss_has_the_gradient_of_a_sum_of_squares_and_no_other_memory() -> None:
+    for dtype in (torch.float64, torch.complex128):
+        x = torch.randn(3, 4, dtype=dtype, requires_grad=True)
+        default_loss(x).backward()
+        assert torch.equal(x.grad, 2 * x.detach())
+    x = torch.randn(512, 512, requires_grad=True)
+    assert measure_peak(lambda: default_loss(x).backward(), held=x).peak_bytes <= MIB + 16
+
+
 def test_names_of_nested_tensors() -> None:
     x = torch.zeros(1)
     found = dict(named_tensors(({"a": x}, Output(x), [x])))

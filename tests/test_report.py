@@ -5,6 +5,7 @@ import io
 import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from fxckpt import tables
 from fxckpt.plan import Graph, Node, Plan, Program, Segment, SegmentProgram, Step, Timeline
 from fxckpt.report import Report, build_report
-from fxckpt.tables import chart, counted, rounded, short_op, span_name, unit_for
+from fxckpt.tables import chart, counted, rounded, short_op, short_source, span_name, unit_for
 from tests.conftest import Golden
 
 MIB = 2**20
@@ -206,8 +207,8 @@ def test_one_unit_for_a_column() -> None:
 @pytest.mark.parametrize(
     ("op", "name"),
     [
-        ("aten.native_batch_norm.default", "batch_norm"),
-        ("aten._native_batch_norm_legit.no_stats", "batch_norm"),
+        ("aten.native_batch_norm.default", "bn"),
+        ("aten._native_batch_norm_legit.no_stats", "bn"),
         ("aten.native_layer_norm.default", "layer_norm"),
         ("aten._scaled_dot_product_flash_attention_for_cpu.default", "attention"),
         ("aten.convolution.default", "conv"),
@@ -218,6 +219,13 @@ def test_one_unit_for_a_column() -> None:
 )
 def test_short_names_of_operators(op: str, name: str) -> None:
     assert short_op(op) == name
+
+
+def test_sources_are_short_and_the_same_on_every_machine() -> None:
+    assert short_source("/usr/lib/python3/site-packages/timm/layers/a.py:3") == "timm/layers/a.py:3"
+    assert short_source(f"{Path.cwd()}/nets/b.py:4") == "nets/b.py:4"
+    assert short_source("/elsewhere/c.py:5") == "/elsewhere/c.py:5"
+    assert short_source("") == ""
 
 
 def test_counted_names_fit() -> None:

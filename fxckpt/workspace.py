@@ -1,0 +1,151 @@
+"""Scratch memory of kernels, measured: each distinct operator of a graph runs once on inputs of its shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxckpt import _torch
+from fxckpt.device import is_view
+from fxckpt.joint import JointGraph
+
+__all__ = ["measure_workspaces"]
+
+LIMIT_BYTES = 4 * 2**30  # an operator with larger inputs is not tried
+MARK_BYTES = 7_777  # size of the allocation that separates two operators in the allocator's record
+
+_BLAS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default})
+_known: dict[Hashable, int] = {}
+
+
+def measure_workspaces(joint: JointGraph, limit_bytes: int = LIMIT_BYTES) -> dict[str, int]:
+    """Bytes that each operator's kernel allocates beyond its results.
+
+    Operators that appear several times with the same shapes run once, and results are remembered over calls. An operator
+    that cannot run on made-up inputs (zeros) counts as needing nothing.
+
+    Args:
+        joint: the joint graph; its tensors tell shapes, strides, types and device.
+        limit_bytes: operators whose tensors take more than this together are left out.
+
+    Returns:
+        Bytes by node name, only where not 0.
+    """
+    keys = {node: _key(node) for node in joint.nodes if _may_need_scratch(node)}
+    todo: dict[Hashable, fx.Node] = {}
+    for node, key in keys.items():
+        if key not in _known and _bytes(node) <= limit_bytes:
+            todo.setdefault(key, node)
+    if todo:
+        _known.update(zip(todo, _measure(list(todo.values())), strict=True))
+    return {node.name: _known[key] for node, key in keys.items() if _known.get(key, 0) > 0}
+
+
+def _may_need_scratch(node: fx.Node) -> bool:
+    """Elementwise kernels of one type write straight to their result; so do copies."""
+    if node.op != "call_function" or is_view(node.target) or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if node.target._schema.is_mutable:
+        return False
+    kinds = {value.dtype for value in _tensors(node)}
+    if node.target in _BLAS and kinds <= {torch.float32, torch.float64} and _tensors(node)[0].device.type == "cpu":
+        return False  # BLAS brings its own buffers, past torch's allocator
+    return not (torch.Tag.pointwise in node.target.tags and len(kinds) == 1)
+
+
+def _tensors(node: fx.Node) -> list[Tensor]:
+    value = node.meta.get("val")
+    results = value if isinstance(value, (tuple, list)) else (value,)
+    values = [*results, *(source.meta.get("val") for source in node.all_input_nodes)]
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def _bytes(node: fx.Node) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(node))
+
+
+def _key(node: fx.Node) -> Hashable:
+    def describe(source: fx.Node) -> Any:
+        value = source.meta.get("val")
+        return str((value.shape, value.stride(), value.dtype, value.device)) if isinstance(value, Tensor) else "?"
+
+    arguments = fx.node.map_arg((node.args, node.kwargs), describe)
+    return str(node.target), repr(arguments), torch.get_num_threads()
+
+
+def _measure(nodes: list[fx.Node]) -> list[int]:
+    with torch.no_grad():
+        state = torch.get_rng_state()
+        if any(tensor.device.type == "cuda" for node in nodes for tensor in _tensors(node)):
+            scratch = [_cuda(node) for node in nodes]
+        else:
+            scratch = _cpu(nodes)
+        torch.set_rng_state(state)
+    return scratch
+
+
+def _run(node: fx.Node, mark: Callable[[], None]) -> None:
+    """Run the operator on zeros; ``mark`` is called right before and, while the result lives, right after."""
+
+    def real(source: fx.Node) -> Any:
+        value = source.meta.get("val")
+        if not isinstance(value, Tensor):
+            return value
+        size = 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True)) if value.numel() else 0
+        return torch.zeros(size, dtype=value.dtype, device=value.device).as_strided(value.shape, value.stride())
+
+    try:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), real)
+        mark()
+        result = node.target(*args, **kwargs)  # type: ignore[operator]
+        mark()
+        del result
+    except Exception:  # an operator that zeros do not suit
+        return
+
+
+def _cpu(nodes: list[fx.Node]) -> list[int]:
+    """All operators under one profile; allocations of two odd sizes mark where each begins and ends."""
+
+    def mark(size: int = MARK_BYTES) -> None:
+        torch.empty(size, dtype=torch.uint8)
+
+    def run_all() -> None:
+        for node in nodes:
+            mark(MARK_BYTES + 1)
+            _run(node, mark)
+
+    scratch: list[int] = []
+    live = peak = marks = 0
+    for count in _torch.cpu_allocations(run_all):
+        if count == MARK_BYTES + 1:
+            scratch.append(0)
+            marks = 0
+        elif count == MARK_BYTES:
+            marks += 1
+            if marks == 1:
+                peak = live
+            else:
+                scratch[-1] = max(0, peak - live)
+        elif abs(count) < MARK_BYTES or abs(count) > MARK_BYTES + 1:
+            live += count
+            peak = max(peak, live)
+    return scratch if len(scratch) == len(nodes) else [0] * len(nodes)
+
+
+def _cuda(node: fx.Node) -> int:
+    seen: list[int] = []
+
+    def mark() -> None:
+        torch.cuda.synchronize()
+        if seen:
+            seen.append(torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated())
+        else:
+            torch.cuda.reset_peak_memory_stats()
+            seen.append(0)
+
+    _run(node, mark)
+    return max(0, seen[-1]) if len(seen) == 2 else 0
