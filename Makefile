@@ -16,7 +16,10 @@ lint: .venv/installed
 	$(BIN)/mypy
 
 bench: .venv/installed
-	$(BIN)/python benchmarks/run.py
+	$(BIN)/python -m benchmarks.run planning
+	$(BIN)/python -m benchmarks.run overhead
+	$(BIN)/python -m benchmarks.run pareto
+	$(BIN)/python -m benchmarks.run tables
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv

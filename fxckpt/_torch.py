@@ -7,6 +7,7 @@ moves one of them fails there and not inside a pass.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -174,6 +175,8 @@ def cpu_allocations(run: Callable[[], object]) -> list[int]:
     the profiler hold every allocation of every thread that the autograd engine uses. Blocks from before ``run`` are
     left out: the profiler knows the size of some, those allocated under an earlier profile, and not of others.
     """
+    # Kineto writes notes of its own to stderr at every start and stop. It reads this when it first starts.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with torch.autograd.profiler.profile(profile_memory=True) as profiler:
         run()
     found: list[tuple[int, int, int]] = []

@@ -109,9 +109,8 @@ def get_plan(model: nn.Module) -> Plan:
 
 def get_report(model: nn.Module) -> Report:
     """The report of the plan that ``model`` made last; ``print`` it. Arguments and errors as in :func:`get_plan`."""
-    report = _latest(model).report
-    assert report is not None
-    return report
+    _latest(model)
+    return planner_of(model).report()
 
 
 def get_graph_module(model: nn.Module) -> fx.GraphModule:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,8 +24,6 @@ STRATEGIES = ("dp", "sqrtn", "none")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line with ``argv`` (default: that of the process) and return the exit status."""
-    # The profiler, which measures peaks, writes notes of its own to stderr; it reads this when it first starts.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     options = _parser().parse_args(argv)
     _log_to_stderr(getattr(options, "verbose", 0))
     try:
@@ -131,9 +128,8 @@ def _planned(setup: Any, options: argparse.Namespace) -> Any:
     def planned(**how: Any) -> Any:
         with setup.context():
             return auto_checkpoint(
-                setup.model, *setup.args, example_kwargs=setup.kwargs, optimizer=setup.optimizer,
-                verbose=options.verbose, **how,
-            )  # fmt: skip
+                setup.model, *setup.args, example_kwargs=setup.kwargs, optimizer=setup.optimizer, **how
+            )
 
     saved = getattr(options, "plan", None)
     if saved is not None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
-__all__ = ["Edge", "GradRecord", "JointGraph", "RegionInput", "Trace", "sum_gradients"]
+__all__ = ["Edge", "GradRecord", "JointGraph", "RegionInput", "Trace", "bernoulli_like", "sum_gradients"]
 
 Edge = tuple[int, int]
 """Identity of a differentiable value: (index of its autograd node in the trace, output number); leaves are (-1 - input, 0)."""
@@ -38,6 +38,8 @@ class GradRecord:
         sequence: sequence number, which tells the forward operation that created it.
         totals: node of the total gradient of each of its outputs, None where no gradient arrived.
         contributions: (edge, node) pairs in the order of ``next_functions``.
+        before, after: names of the nodes that were the latest when its totals and its contributions were complete; a
+            gradient may be written to between the node that made it and that moment.
     """
 
     index: int
@@ -45,6 +47,8 @@ class GradRecord:
     sequence: int
     totals: list[fx.Node | None] = field(default_factory=list)
     contributions: list[tuple[Edge, fx.Node]] = field(default_factory=list)
+    before: str = ""
+    after: str = ""
 
 
 @dataclass(slots=True)
@@ -102,7 +106,7 @@ class JointGraph:
         mutated: placeholders that forward writes to.
         copies: forward nodes that write mutated inputs back.
         forbidden: ranges of positions that must not be cut.
-        constants: tensors by constant name.
+        constants: tensors and generators by constant name.
         output: the module's output with fake tensors as leaves; ``fakes`` lists them in the order of ``outputs``.
         assigned: (module path, attribute, value) for attributes that forward set.
         places: node name -> (module path, ``file:line``).
@@ -121,7 +125,7 @@ class JointGraph:
     mutated: list[fx.Node]
     copies: list[fx.Node]
     forbidden: list[tuple[int, int]]
-    constants: dict[str, Tensor]
+    constants: dict[str, Any]
     output: Any
     fakes: list[Tensor]
     assigned: list[tuple[str, str, Any]]
@@ -136,4 +140,10 @@ def sum_gradients(*parts: Tensor) -> Tensor:
     return total
 
 
-Materialize = Callable[[Any], Any]
+def bernoulli_like(like: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """``torch.empty_like(like).bernoulli_(...)``: draws in the memory order of ``like``.
+
+    The functional ``aten.bernoulli.p``, which functionalization puts in the place of ``bernoulli_``, makes a contiguous
+    result and so draws another mask than eager does for a permuted tensor.
+    """
+    return torch.empty_like(like).bernoulli_(*args, **kwargs)

@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fxckpt import _torch
+from fxckpt.snapshot import ModuleSnapshot, RandomState, copied, seed_all
 
 __all__ = [
     "PeakMeasurement",
@@ -242,14 +241,14 @@ def compare_steps(
         loss_fn: maps the output to a scalar.
         seed: seed of both steps; None starts both from the present random state.
         context: makes the context that forward and loss run in, e.g. autocast.
-        measure: also measure the peaks; each step runs twice for it, first to warm up.
+        measure: also measure the peaks, each in a second run of the step.
         held: what counts in the peaks besides model and inputs, e.g. an optimizer.
     """
-    random_before = _RandomState.now()
+    random_before = RandomState.now()
     if seed is not None:
-        _seed(seed)
-    start = _RandomState.now()
-    before = _ModuleState.of(model, planned)
+        seed_all(seed)
+    start = RandomState.now()
+    before = ModuleSnapshot.of(model, planned)
     outcomes = []
     try:
         for module in (model, planned):
@@ -280,24 +279,21 @@ class _Stepper:
     kwargs: dict[str, Any]
     loss_fn: Loss
     context: Context
-    start: _RandomState
-    before: _ModuleState
+    start: RandomState
+    before: ModuleSnapshot
 
     def outcome(self, measure: bool, held: object) -> tuple[dict[str, Any], PeakMeasurement | None]:
-        peak = None
-        if measure:
-            self._prepare()
-            self._step(*_copies((self.args, self.kwargs)))
-        args, kwargs = _copies((self.args, self.kwargs))
+        args, kwargs = copied((self.args, self.kwargs))
         self._prepare()
-        if measure:
-            results: list[tuple[Any, Tensor]] = []
-            step = lambda: results.append(self._step(args, kwargs))  # noqa: E731
-            peak = measure_peak(step, held=(self.module, args, kwargs, held))
-            output, loss = results.pop()
-        else:
-            output, loss = self._step(args, kwargs)
-        return self._found(output, loss, args, kwargs), peak
+        output, loss = self._forward(args, kwargs)
+        loss.backward()
+        found = self._found(output, loss, args, kwargs)
+        del output, loss
+        if not measure:
+            return found, None
+        args, kwargs = copied((self.args, self.kwargs))
+        self._prepare()
+        return found, measure_peak(lambda: self._lean_step(args, kwargs), held=(self.module, args, kwargs, held))
 
     def _prepare(self) -> None:
         self.before.restore()
@@ -305,12 +301,17 @@ class _Stepper:
             parameter.grad = None
         self.start.restore()
 
-    def _step(self, args: Any, kwargs: Any) -> tuple[Any, Tensor]:
+    def _forward(self, args: Any, kwargs: Any) -> tuple[Any, Tensor]:
         with self.context():
             output = self.module(*args, **kwargs)
-            loss = self.loss_fn(output)
+            return output, self.loss_fn(output)
+
+    def _lean_step(self, args: Any, kwargs: Any) -> None:
+        """A step that holds what a training loop does: of a model with the loss inside it takes the loss alone."""
+        output, loss = self._forward(args, kwargs)
+        if any(tensor.data_ptr() == loss.data_ptr() for _, tensor in named_tensors(output)):
+            del output
         loss.backward()
-        return output, loss
 
     def _found(self, output: Any, loss: Tensor, args: Any, kwargs: Any) -> dict[str, Any]:
         found: dict[str, Any] = {"loss": loss.detach().clone()}
@@ -323,89 +324,6 @@ class _Stepper:
             found[f"{name} after the step"] = tensor.detach().clone()
             if tensor.requires_grad:
                 found[f"gradient of {name}"] = tensor.grad
-        for name, state in _RandomState.now().named().items():
+        for name, state in RandomState.now().named().items():
             found[f"random state of {name} after the step"] = state
         return found
-
-
-def _copies(value: Any, seen: dict[int, Tensor] | None = None) -> Any:
-    """``value`` with its tensors copied; what was one tensor stays one."""
-    seen = {} if seen is None else seen
-    if isinstance(value, Tensor):
-        if id(value) not in seen:
-            seen[id(value)] = value.detach().clone().requires_grad_(value.requires_grad)
-        return seen[id(value)]
-    if isinstance(value, dict):
-        return {key: _copies(item, seen) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_copies(item, seen) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(_copies(item, seen) for item in value)
-    return value
-
-
-def _seed(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-
-
-@dataclass(frozen=True, slots=True)
-class _RandomState:
-    cpu: Tensor
-    cuda: tuple[Tensor, ...]
-    python: object
-    numpy: Mapping[str, Any]
-
-    @classmethod
-    def now(cls) -> _RandomState:
-        cuda = tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_available() else ()
-        return cls(torch.get_rng_state(), cuda, random.getstate(), np.random.get_state(legacy=False))
-
-    def restore(self) -> None:
-        torch.set_rng_state(self.cpu)
-        if self.cuda:
-            torch.cuda.set_rng_state_all(list(self.cuda))
-        random.setstate(self.python)  # type: ignore[arg-type]
-        np.random.set_state(dict(self.numpy))
-
-    def named(self) -> dict[str, Any]:
-        states: dict[str, Any] = {"cpu": self.cpu, "python": self.python, "numpy": repr(self.numpy)}
-        states.update((f"cuda:{index}", state) for index, state in enumerate(self.cuda))
-        return states
-
-
-@dataclass(frozen=True, slots=True)
-class _ModuleState:
-    """Parameters, gradients, buffers and plain attributes. Copies lie in host memory, where they do not count."""
-
-    gradients: tuple[tuple[Tensor, Tensor | None], ...]
-    values: tuple[tuple[Tensor, Tensor], ...]
-    buffers: tuple[tuple[nn.Module, dict[str, Tensor | None]], ...]
-    attributes: tuple[tuple[nn.Module, dict[str, Any]], ...]
-
-    @classmethod
-    def of(cls, *modules: nn.Module) -> _ModuleState:
-        parts = list({id(part): part for module in modules for part in module.modules()}.values())
-        parameters = {id(p): p for part in parts for p in part.parameters(recurse=False)}
-        tensors = {**parameters, **{id(b): b for part in parts for b in part.buffers(recurse=False)}}
-        plain = (bool, int, float, str, type(None))
-        return cls(
-            tuple((parameter, parameter.grad) for parameter in parameters.values()),
-            tuple((tensor, tensor.detach().to("cpu", copy=True)) for tensor in tensors.values()),
-            tuple((part, dict(part._buffers)) for part in parts),
-            tuple((p, {k: v for k, v in vars(p).items() if isinstance(v, plain)}) for p in parts),
-        )
-
-    def restore(self) -> None:
-        for module, buffers in self.buffers:
-            module._buffers.update(buffers)
-        with torch.no_grad():
-            for tensor, value in self.values:
-                # A write would count as a change to values that autograd may have saved.
-                if not torch.equal(tensor.cpu(), value):
-                    tensor.copy_(value)
-        for parameter, gradient in self.gradients:
-            parameter.grad = gradient
-        for module, attributes in self.attributes:
-            vars(module).update(attributes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import threading
@@ -14,6 +15,7 @@ from torch import Tensor, fx, nn
 
 from fxckpt import _torch
 from fxckpt.device import Device
+from fxckpt.errors import FxckptError
 from fxckpt.joint import JointGraph
 from fxckpt.pipeline import Captured, Decision, Goal, build_graph, capture_region, decide, emit
 from fxckpt.plan import Plan
@@ -25,7 +27,7 @@ from fxckpt.template import Template
 __all__ = ["Planner", "Settings", "make_planned", "planner_of", "plain_view"]
 
 log = logging.getLogger(__name__)
-KEY = "_fxckpt"
+SLOT = "_fxckpt_planner"
 
 
 @dataclass(slots=True)
@@ -103,6 +105,16 @@ class Planner:
             self.latest = entry
             return entry
 
+    def report(self) -> Report:
+        """Report of the latest plan.
+
+        Raises:
+            FxckptError: nothing has been planned yet.
+        """
+        if self.latest is None or self.latest.report is None:
+            raise FxckptError("nothing is planned yet: pass example inputs or run one training step first")
+        return self.latest.report
+
     def _plan(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> Entry:
         settings = self.settings
         known = self.captures.get(call.structure)
@@ -155,31 +167,30 @@ def _inputs_text(joint: JointGraph) -> str:
 
 
 class PlannedModule(nn.Module):
-    """Mixin of the returned model's class; see :func:`make_planned`."""
+    """Mixin of the returned model's class.
+
+    The returned model and the user's model are two objects with one ``__dict__``: parameters, buffers, submodules, hooks
+    and every attribute are the same for both at all times. What belongs to fxckpt sits in a slot beside the dictionary.
+    """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuild, (_detached_view(self), replace(planner_of(self).settings, plan=None))
+        return _rebuild, (plain_view(self), _portable(planner_of(self).settings))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        import copy
-
-        settings = replace(planner_of(self).settings, known=dict(planner_of(self).settings.known), plan=None)
-        result = memo[id(self)] = _rebuild(copy.deepcopy(_detached_view(self), memo), settings)
+        result = _rebuild(copy.deepcopy(plain_view(self), memo), _portable(planner_of(self).settings))
+        memo[id(self)] = result
         return result
 
 
 def plain_view(model: nn.Module) -> nn.Module:
-    """An instance of the user's class that shares everything with the planned ``model``, even later assignments."""
+    """The user's model behind a planned ``model``: an instance of its class with the same ``__dict__``."""
     view: nn.Module = object.__new__(type(model).__mro__[2])
     object.__setattr__(view, "__dict__", model.__dict__)
     return view
 
 
-def _detached_view(model: nn.Module) -> nn.Module:
-    """Like :func:`plain_view`, with a dictionary of its own that lacks the planner."""
-    view: nn.Module = object.__new__(type(model).__mro__[2])
-    object.__setattr__(view, "__dict__", {k: v for k, v in model.__dict__.items() if k != KEY})
-    return view
+def _portable(settings: Settings) -> Settings:
+    return replace(settings, plan=None, known=dict(settings.known))
 
 
 def _rebuild(model: nn.Module, settings: Settings) -> nn.Module:
@@ -192,7 +203,7 @@ def planner_of(model: nn.Module) -> Planner:
     Raises:
         TypeError: ``model`` is not such a model.
     """
-    planner = vars(model).get(KEY)
+    planner = getattr(model, SLOT, None)
     if not isinstance(planner, Planner):
         raise TypeError(f"{type(model).__name__} was not returned by auto_checkpoint")
     return planner
@@ -204,21 +215,18 @@ def _planned_class(cls: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return planner_of(self).run(plain_view(self), args, kwargs)
 
-    body: dict[str, Any] = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    body: dict[str, Any] = {
+        "forward": forward, "__slots__": (SLOT,), "__module__": cls.__module__, "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+    }  # fmt: skip
     if not hasattr(cls, "report"):
-        body["report"] = property(_report_property)
+        body["report"] = property(lambda self: planner_of(self).report())
     return type(cls.__name__, (PlannedModule, cls), body)
 
 
-def _report_property(self: nn.Module) -> Report:
-    from fxckpt.api import get_report
-
-    return get_report(self)
-
-
 def make_planned(model: nn.Module, planner: Planner) -> nn.Module:
-    """A model of the same class that shares the tables of parameters, buffers, submodules and hooks with ``model``."""
+    """A second object of the same class over the same ``__dict__`` as ``model``, with ``planner`` in charge of forward."""
     planned: nn.Module = object.__new__(_planned_class(type(model)))
-    object.__setattr__(planned, "__dict__", {**model.__dict__, KEY: planner})
-    planned.__dict__.pop("forward", None)
+    object.__setattr__(planned, "__dict__", model.__dict__)
+    object.__setattr__(planned, SLOT, planner)
     return planned

@@ -164,7 +164,6 @@ def decide(graph: Graph, goal: Goal, tangents: frozenset[int], floor_bytes: int 
         raise _infeasible(goal, graph, *search.smallest())
     plan, program, timeline = chosen or search.smallest()
     smallest = search.smallest()[2].peak_bytes
-    plan, program, timeline = chosen
     plan = dataclasses.replace(
         plan, fingerprint=fingerprint, budget_bytes=goal.budget_bytes or 0, segments=_named(graph, plan.segments),
         peak_bytes=max(timeline.peak_bytes, floor_bytes), extra_seconds=timeline.recompute_seconds,
@@ -318,4 +317,7 @@ def _for_pattern(decision: Decision, index: int, present: tuple[bool, ...]) -> S
     arriving = frozenset(slot for slot, there in zip(program.tangents, present, strict=True) if there)
     kept = tuple(graph.nodes[value].name for value in program.saved if graph.nodes[value].phase == "forward")
     alone = Plan(decision.plan.strategy, (dataclasses.replace(segment, kept=kept),))
-    return schedule(dataclasses.replace(graph, outputs=()), alone, arriving).segments[0]
+    slots = tuple(
+        dataclasses.replace(entry, tangent=0 if slot in arriving else -1) for slot, entry in enumerate(graph.slots)
+    )
+    return schedule(dataclasses.replace(graph, outputs=(), slots=slots), alone).segments[0]

@@ -44,6 +44,8 @@ class Node:
             that arrive from outside.
         phase: ``"input"``, ``"forward"`` or ``"backward"``.
         inputs: values read, slot totals among them (backward nodes only).
+        state_inputs: inputs of the region that only the first execution touches: running statistics, which a
+            recomputation leaves alone. They are not among ``inputs``.
         storages: storages that the value lives in (several for an operator with several results).
         allocates: the subset of ``storages`` that this node creates.
         seconds: estimated time of one execution.
@@ -65,6 +67,7 @@ class Node:
     op: str
     phase: str
     inputs: tuple[int, ...] = ()
+    state_inputs: tuple[int, ...] = ()
     storages: tuple[int, ...] = ()
     allocates: tuple[int, ...] = ()
     seconds: float = 0.0
@@ -194,6 +197,8 @@ class MenuPoint:
         backward_peak_bytes: highest memory in backward above what is kept for earlier stages and the gradients
             that are there when it starts.
         stages: number of stages of the window that starts with this stage.
+        idle_seconds: time of the forward operations that make nothing of what is kept; a replay that ends with the
+            window leaves them out.
     """
 
     kept: tuple[int, ...]
@@ -202,6 +207,7 @@ class MenuPoint:
     forward_peak_bytes: int = 0
     backward_peak_bytes: int = 0
     stages: int = 1
+    idle_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +314,8 @@ class SegmentProgram:
         inputs: values of earlier segments or of the region that forward or backward reads.
         outputs: values that later segments or the caller read.
         saved: values carried from forward to backward; random nodes in ``states`` carry their generator state.
-        tangents: slots whose gradient arrives from later segments or from outside.
+        tangents: slots whose gradient may arrive from later segments or from outside.
+        expected: for each of ``tangents`` whether ``backward`` is made for its arrival.
         gradients: for each of ``inputs`` the slot that backward returns for it, or -1.
     """
 
@@ -319,6 +326,7 @@ class SegmentProgram:
     saved: tuple[int, ...]
     states: tuple[int, ...]
     tangents: tuple[int, ...]
+    expected: tuple[bool, ...]
     backward: tuple[Step, ...]
     gradients: tuple[int, ...]
 

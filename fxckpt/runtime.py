@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from fxckpt import _torch
+from fxckpt.joint import bernoulli_like
 
-__all__ = ["RecomputeFunction", "SegmentModule", "replay_random", "save_random_state"]
+__all__ = ["RecomputeFunction", "SegmentModule", "replay_bernoulli", "replay_random", "save_random_state"]
 
 Code = Callable[[list[Any]], Any]
 
@@ -24,7 +25,7 @@ class RecomputeFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, segment: SegmentModule, *inputs: Any) -> tuple[Any, ...]:
-        with _torch.below_autograd():
+        with torch.enable_grad(), _torch.below_autograd():  # some kernels ask for the mode to know what backward needs
             outputs, saved, ctx.states = segment.forward_code(list(inputs))
         ctx.segment = segment
         ctx.set_materialize_grads(False)
@@ -132,3 +133,8 @@ def replay_random(func: Callable[..., Any], device: torch.device, state: Tensor,
         return func(*args, **kwargs)
     finally:
         _set_random_state(device, current)
+
+
+def replay_bernoulli(device: torch.device, state: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """:func:`replay_random` of :func:`fxckpt.joint.bernoulli_like`, by a name that generated code can hold."""
+    return replay_random(bernoulli_like, device, state, *args, **kwargs)

@@ -92,8 +92,7 @@ class _ModelReader:
             if tensor is not None:
                 self.parts.append(_describe(tensor))
         for key in entries.keys() - INTERNAL:
-            if not key.startswith("_fxckpt"):
-                self.parts.append((key, self._attribute(entries[key])))
+            self.parts.append((key, self._attribute(entries[key])))
         for name, child in module._modules.items():
             if child is not None:
                 if id(child) in self.seen:

@@ -26,7 +26,7 @@ class HeldTensor:
     kind: str
     name: str
     tensor: Tensor
-    places: list[tuple[dict[str, Any], str]]
+    places: list[tuple[Any, Any]]
 
 
 @dataclass(slots=True)
@@ -55,12 +55,17 @@ class ModuleState:
             for path, module in state.modules:
                 entries = vars(module)[table] if table else vars(module)
                 for key, value in entries.items():
+                    name = f"{path}.{key}" if path else key
                     if isinstance(value, Tensor):
-                        state._hold(seen, kind, f"{path}.{key}" if path else key, value, entries, key)
+                        state._hold(seen, kind, name, value, entries, key)
+                    elif kind == "attribute" and type(value) in (list, dict) and key not in INTERNAL:
+                        for place, item in value.items() if isinstance(value, dict) else enumerate(value):
+                            if isinstance(item, Tensor):
+                                state._hold(seen, kind, f"{name}.{place}", item, value, place)
         return state
 
     def _hold(
-        self, seen: dict[int, HeldTensor], kind: str, name: str, value: Tensor, entries: dict[str, Any], key: str
+        self, seen: dict[int, HeldTensor], kind: str, name: str, value: Tensor, entries: Any, key: Any
     ) -> None:
         if id(value) in seen:
             seen[id(value)].places.append((entries, key))
@@ -111,12 +116,14 @@ def _changes(path: str, module: nn.Module, snapshot: dict[str, Any], swapped_in:
     entries, copies = snapshot["entries"], snapshot["copies"]
     for key, value in vars(module).items():
         old = entries.get(key, _MISSING)
+        if isinstance(module, nn.RNNBase) and key.startswith("_flat_weight"):
+            continue  # its own record of its parameters, renewed whenever they change
         if key in ("_parameters", "_buffers"):
             for name, tensor in value.items():
                 if tensor is not copies[key].get(name) and id(tensor) not in swapped_in:
                     yield name, tensor
         elif value is old or id(value) in swapped_in:
-            if key in copies and not _same_contents(value, copies[key]):
+            if key in copies and not _same_contents(value, copies[key], swapped_in):
                 raise CaptureError(
                     f"forward changes the container {key!r} of module {path or 'the model'!r} in place",
                     module=path,
@@ -126,14 +133,16 @@ def _changes(path: str, module: nn.Module, snapshot: dict[str, Any], swapped_in:
             yield key, value
 
 
-def _same_contents(value: Any, copy: Any) -> bool:
+def _same_contents(value: Any, copy: Any, swapped_in: set[int] | None = None) -> bool:
+    """Whether a container holds what it held before, apart from the fakes that stand in for tensors."""
     if len(value) != len(copy):
         return False
-    if isinstance(value, dict):
-        return all(key in copy and copy[key] is item for key, item in value.items())
     if isinstance(value, set):
         return bool(value == copy)
-    return all(a is b for a, b in zip(value, copy, strict=True))
+    if isinstance(value, dict) and value.keys() != copy.keys():
+        return False
+    pairs = [(value[key], copy[key]) for key in value] if isinstance(value, dict) else zip(value, copy, strict=True)
+    return all(a is b or id(a) in (swapped_in or ()) for a, b in pairs)
 
 
 def _restore(module: nn.Module, snapshot: dict[str, Any]) -> None:

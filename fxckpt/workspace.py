@@ -17,6 +17,14 @@ __all__ = ["measure_workspaces"]
 LIMIT_BYTES = 4 * 2**30  # an operator with larger inputs is not tried
 MARK_BYTES = 7_777  # size of the allocation that separates two operators in the allocator's record
 
+# Operators that zeros cannot harm; others (a fused LSTM given a made-up workspace) may crash the process.
+_TRIED = (
+    "convolution", "mm", "addmm", "bmm", "baddbmm", "native_batch_norm", "native_layer_norm", "native_group_norm",
+    "_softmax", "_log_softmax", "_scaled_dot_product", "sum", "mean", "var", "cat", "upsample", "_upsample",
+    "max_pool", "avg_pool", "adaptive", "_adaptive", "embedding", "cumsum", "sort", "topk", "add", "mul", "div", "sub",
+    "_to_copy", "clone", "nll_loss", "reflection_pad", "replication_pad", "constant_pad", "gather", "index_select",
+    "_fused_rms_norm", "_cdist", "linalg_vector_norm", "native_dropout", "norm", "amax", "logsumexp",
+)  # fmt: skip
 _BLAS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default})
 _known: dict[Hashable, int] = {}
 
@@ -48,7 +56,7 @@ def _may_need_scratch(node: fx.Node) -> bool:
     """Elementwise kernels of one type write straight to their result; so do copies."""
     if node.op != "call_function" or is_view(node.target) or not isinstance(node.target, torch._ops.OpOverload):
         return False
-    if node.target._schema.is_mutable:
+    if node.target.namespace != "aten" or not node.target._overloadpacket.__name__.startswith(_TRIED):
         return False
     kinds = {value.dtype for value in _tensors(node)}
     if node.target in _BLAS and kinds <= {torch.float32, torch.float64} and _tensors(node)[0].device.type == "cpu":

@@ -156,8 +156,8 @@ class _Gradients:
             if value >= count and value - count in self.holders:
                 holder = self.holders[value - count]
                 self._add(slot, holder, self.sizes[holder])
-            elif value < count and graph.nodes[value].allocates:
-                storage = graph.nodes[value].allocates[0]
+            elif value < count and graph.nodes[value].phase == "backward" and graph.nodes[value].storages:
+                storage = graph.nodes[value].storages[0]
                 self._add(slot, ("storage", storage), min(graph.slots[slot].bytes, graph.storage_bytes[storage]))
         for slot in grad.reads:
             holder = self.holders.pop(slot, ("none", -1))

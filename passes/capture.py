@@ -72,6 +72,7 @@ class _Tracing:
         self.record_of: dict[Any, GradRecord] = {}
         self.leaf_index: dict[int, int] = {}
         self.phase = "forward"
+        self.latest = ""
         self.running: GradRecord | None = None
         self.result: dict[str, Any] = {}
         self.assigned: list[tuple[str, str, Any]] = []
@@ -136,6 +137,7 @@ class _Tracing:
 
         def tagged(*args: Any, **kwargs: Any) -> fx.Node:
             node: fx.Node = create_node(*args, **kwargs)
+            self.latest = node.name
             if self.phase == "forward":
                 self.created.append(node.name)
                 self.forward_tag[node.name] = _torch.sequence_number()
@@ -231,9 +233,11 @@ class _Tracing:
         def before(totals: tuple[Tensor | None, ...]) -> None:
             self.running = record
             self.records.append(record)
+            record.before = self.latest
             record.totals = [None if t is None else _torch.proxy_node(t, self.tracer) for t in totals]
 
         def after(gradients: tuple[Tensor | None, ...], _: Any) -> None:
+            record.after = self.latest
             for (following, number), gradient in zip(node.next_functions, gradients, strict=True):
                 if following is not None and gradient is not None:
                     contribution = _torch.proxy_node(gradient, self.tracer)
@@ -260,8 +264,9 @@ class _EdgeRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tracing = self.tracing
         edges = []
+        writes = func._schema.is_mutable  # asking a view for its edge while it is written to would fix a stale edge
         for leaf in pytree.tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
+            if isinstance(leaf, Tensor) and leaf.requires_grad and not (writes and leaf._is_view()):
                 node, edge = _torch.proxy_node(leaf, tracing.tracer), tracing.edge(leaf)
                 if node is not None and edge is not None:
                     edges.append((node.name, edge))

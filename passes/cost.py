@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from fxckpt import _torch
 from fxckpt.device import Device, is_view, op_work
-from fxckpt.joint import JointGraph, sum_gradients
+from fxckpt.joint import JointGraph, bernoulli_like
 from fxckpt.plan import GradNode, Graph, Node, Slot
 
 __all__ = ["cost"]
@@ -120,7 +120,8 @@ class _Costs:
 
     def _node(self, node: fx.Node, storages: tuple[int, ...], new: tuple[int, ...]) -> Node:
         module, source = self.joint.places.get(node.name, ("", ""))
-        inputs = tuple(self.index[source_node] for source_node in node.all_input_nodes)
+        statistics = self._statistics(node)
+        inputs = tuple(self.index[source] for source in node.all_input_nodes if source not in statistics)
         if node.op == "placeholder":
             order = self.index[node]
             kind = "input" if order < len(self.joint.inputs) else "tangent"
@@ -131,7 +132,8 @@ class _Costs:
         view = is_view(node.target) and not new
         flops, moved = (0, 0) if is_view(node.target) else op_work(node.target, args, kwargs, value)
         return Node(
-            name=node.name, op=str(node.target), phase=phase, inputs=inputs, storages=storages, allocates=new,
+            name=node.name, op=str(node.target), phase=phase, inputs=inputs,
+            state_inputs=tuple(self.index[source] for source in statistics), storages=storages, allocates=new,
             seconds=self._seconds(node, flops, moved), workspace_bytes=self.workspaces.get(node.name, 0),
             view=view, container=isinstance(value, (tuple, list)), random=_is_random(node),
             recomputable=self._recomputable(node, storages), keepable=self._keepable(node),
@@ -149,6 +151,13 @@ class _Costs:
         rate = self.device.half_flops if half else self.device.flops
         return max(flops / rate, moved / self.device.bandwidth) + self.device.launch_seconds
 
+    def _statistics(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        """Running statistics that a normalisation in training mode updates: buffers that it reads for nothing else."""
+        if "batch_norm" not in str(node.target) or node not in self.forward:
+            return ()
+        read = [source for source in node.args[3:5] if isinstance(source, fx.Node)]
+        return tuple(source for source in read if source in self.joint.mutated and source.op == "placeholder")
+
     def _has_effect(self, node: fx.Node) -> bool:
         """Whether forward must run the node even if nothing reads its value."""
         if node in self.joint.copies or _is_random(node) or node.target is operator.getitem:
@@ -163,12 +172,11 @@ class _Costs:
             return True
         if getattr(node.target, "namespace", "aten") not in ("aten", "prims") or node in self.joint.copies:
             return False
-        generator = node.kwargs.get("generator")
-        if generator is not None:
-            return False  # a private generator: only its result is kept
-        statistics = "batch_norm" in str(node.target)  # recomputed without running statistics
-        read = {storage for source in node.all_input_nodes for storage in self._storages(source)}
-        return statistics or not (self.mutated & read)
+        if node.kwargs.get("generator") is not None or "rnn" in str(node.target):
+            return False  # a private generator moves on; a fused RNN hands a workspace to its backward
+        statistics = self._statistics(node)  # a recomputation runs without them
+        sources = [source for source in node.all_input_nodes if source not in statistics]
+        return not (self.mutated & {storage for source in sources for storage in self._storages(source)})
 
     def _keepable(self, node: fx.Node) -> bool:
         return node not in self.joint.outputs or node in self.read_by_backward
@@ -196,6 +204,8 @@ class _Costs:
 
 
 def _is_random(node: fx.Node) -> bool:
+    if node.target is bernoulli_like:
+        return True
     tags = getattr(node.target, "tags", ())
     if torch.Tag.nondeterministic_seeded not in tags:
         return False
@@ -204,7 +214,7 @@ def _is_random(node: fx.Node) -> bool:
         if argument.name in ("dropout_p", "dropout"):
             given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name, 0.0)
             return bool(given)
-    return node.target is not sum_gradients
+    return True
 
 
 def _is_dense(value: Any) -> bool:

@@ -42,7 +42,8 @@ class _Costs(NamedTuple):
             ``j`` and keeps nothing.
         gradients: alive when the backward of all later stages is done; 0 at the end in forward.
         tangents: gradients that come from outside.
-        piled: parameter gradients of all later stages, if they live until their segment is done.
+        piled: ``piled[b, p]`` are gradients that a segment ending at cut ``b`` holds when it has come back to cut
+            ``p``, although nothing reads them any more: those it was given, and those it will return when it is done.
         results: results of the region created before a cut.
     """
 
@@ -83,7 +84,7 @@ def dp(graph: Graph, chain: Chain, menus: Sequence[Sequence[MenuPoint]], slots: 
     least = min(solver.peak(move, count) for move in moves)
     if least * 3 < top:
         moves.update(dict.fromkeys(solver.solve(least * 2)))
-    rows = sorted((solver.price(move), solver.peak(move, count), index) for index, move in enumerate(moves))
+    rows = sorted((solver.price(move, count), solver.peak(move, count), index) for index, move in enumerate(moves))
     plans: list[Plan] = []
     names = [node.name for node in graph.nodes]
     lowest = None
@@ -112,7 +113,7 @@ def _segments(
 def _costs(graph: Graph, chain: Chain) -> _Costs:
     cuts = [0, *(stage.stop for stage in chain.stages)]
     count, size = len(cuts), len(graph.forward)
-    cut_of = np.searchsorted(np.array(cuts), np.arange(size), side="right")  # first cut behind a position
+    cut_of: Any = np.searchsorted(np.array(cuts), np.arange(size), side="right")  # first cut behind a position
     held = {storage for value in graph.outputs for storage in graph.nodes[value].storages}
     runs = _runs(graph)
     birth: dict[int, int] = {}
@@ -190,139 +191,158 @@ def _forward_peaks(
 
 
 def _gradients(graph: Graph, cuts: Sequence[int]) -> tuple[Ints, int, Ints]:
-    """Bytes of gradients alive at each cut in backward, those from outside, and parameter gradients that pile up."""
+    """Gradients alive at each cut in backward, those from outside, and those that segments hold on to."""
     places = np.array(cuts)
-    size = len(graph.forward)
-    highest = [size if slot.tangent >= 0 else -1 for slot in graph.slots]
-    lowest = list(highest)
-    for grad in graph.grad_nodes:
-        for slot, _ in grad.contributes:
-            highest[slot] = max(highest[slot], grad.position)
-            lowest[slot] = grad.position if lowest[slot] < 0 else min(lowest[slot], grad.position)
-    alive: Any = np.zeros(len(cuts), dtype=np.int64)
-    piled: Any = np.zeros(len(cuts), dtype=np.int64)
-    for entry, high, low in zip(graph.slots, highest, lowest, strict=True):
-        if high < 0 or entry.owner == -2:
+    alive: dict[object, Any] = {}  # what holds a gradient: its bytes at each cut
+    piled: Any = np.zeros((len(cuts), len(cuts)), dtype=np.int64)
+    for slot, held in enumerate(_holders(graph)):
+        owner = graph.slots[slot].owner
+        if not held or owner < -1:
             continue
-        if entry.owner >= 0:
-            alive += entry.bytes * ((graph.grad_nodes[entry.owner].position < places) & (places <= high))
-        elif graph.fresh_gradients:
-            alive += entry.bytes * (places <= high)
-        else:
-            alive += entry.bytes * ((low < places) & (places <= high))
-            piled += entry.bytes * (places <= low)
-    tangents = int(alive[-1])
-    alive[-1] = 0
-    return alive, tangents, piled
+        # Consumed below the owner; a leaf's stays, or is added to the old one when its last part has come.
+        end = graph.grad_nodes[owner].position if owner >= 0 else -1 if graph.fresh_gradients else held[-1][0]
+        for (high, key, size), low in zip(held, [*(entry[0] for entry in held[1:]), end], strict=True):
+            there = (max(low, end) < places) & (places <= high)
+            alive[key] = np.maximum(alive.get(key, 0), size * there)
+            if owner >= 0 or not graph.fresh_gradients:
+                piled[there] += size * (places <= end)
+    total: Any = sum(alive.values(), np.zeros(len(cuts), dtype=np.int64))
+    tangents = int(total[-1])
+    total[-1] = 0
+    piled[-1] = 0  # the whole is not a segment
+    return total, tangents, piled
+
+
+def _holders(graph: Graph) -> list[list[tuple[int, object, int]]]:
+    """For each slot ``(position, key, bytes)``: what holds its total at cuts from there down to the next entry."""
+    found: list[list[tuple[int, object, int]]] = [[] for _ in graph.slots]
+    for slot, entry in enumerate(graph.slots):
+        if entry.tangent >= 0:
+            found[slot].append((len(graph.forward), ("tangent", slot), entry.bytes))
+    for grad in graph.grad_nodes:
+        for slot, value in grad.contributes:
+            place, size = grad.position, graph.slots[slot].bytes
+            if found[slot]:  # a sum of its own
+                place = min(place, found[slot][-1][0])
+                found[slot].append((place, ("sum", slot), size))
+            elif value >= len(graph.nodes):
+                passed = found[value - len(graph.nodes)]
+                found[slot].append((place, *(passed[-1][1:] if passed else (("sum", slot), size))))
+            elif graph.nodes[value].storages:
+                # A view keeps all of the memory that it shows a part of.
+                storage = graph.nodes[value].storages[0]
+                found[slot].append((place, ("storage", storage), graph.storage_bytes[storage]))
+            else:
+                found[slot].append((place, ("sum", slot), size))
+    return found
 
 
 class _Solver:
-    """The recurrence for one chain."""
+    """The recurrence for one chain.
+
+    Attributes:
+        value: ``value[a, b, m]`` is ``C(a, b, m)``, with ``m`` in units of ``unit`` bytes.
+        choice: the number of the menu point that gave it, or ``-p`` for a nested run up to cut ``p``.
+        charges: units that a menu point takes until its backward, by stage and point.
+    """
 
     def __init__(self, costs: _Costs, menus: Sequence[Sequence[MenuPoint]], slots: int) -> None:
         self.costs, self.menus, self.slots = costs, menus, slots
         self.count = len(menus)
-
-    def _needs(self, point: MenuPoint, a: int, ends: Ints) -> Ints:
-        """Memory that the window needs when its context ends at one of ``ends``."""
-        costs, stop = self.costs, a + point.stages
-        whole = ends == self.count
-        gradients = costs.gradients[stop] + (costs.tangents if stop == self.count else 0)
-        backward = point.backward_peak_bytes + gradients + costs.results[-1]
-        backward = backward + np.where(whole, 0, costs.piled[stop] - costs.piled[ends])
-        results: Any = np.where(whole, costs.results[a], costs.results[-1])
-        forward = point.forward_peak_bytes + costs.gradients[ends] + results
-        return np.maximum(forward, backward)
-
-    def _redo_needs(self, a: int, p: Ints, b: int) -> Ints:
-        """Memory that forward from ``a`` to each of ``p`` needs when stages from ``b`` on are done."""
-        costs = self.costs
-        results = costs.results[p] if b == self.count else costs.results[-1]
-        return np.maximum.accumulate(costs.forward[a, a : a + len(p)]) + costs.gradients[b] + results
-
-    def _pile(self, p: Ints, b: int) -> Ints:
-        costs = self.costs
-        return costs.piled[p] - costs.piled[b] if b < self.count else np.zeros_like(p)
+        self.grid: Any = np.arange(slots + 1)
+        self.ends: Any = np.arange(self.count + 1)
 
     def solve(self, top: int) -> list[tuple[_Move, ...]]:
         """The best plan for each of ``slots`` amounts of memory up to ``top`` bytes, if there is one."""
         count, slots = self.count, self.slots
-        unit = max(top / slots, 1.0)
-        value: Any = np.full((count + 1, count + 1, slots + 1), np.inf)
-        choice: Any = np.zeros((count + 1, count + 1, slots + 1), dtype=np.int32)
-        charges: dict[tuple[int, int], int] = {}
-        value[np.arange(count + 1), np.arange(count + 1)] = 0.0
+        self.unit = max(top / slots, 1.0)
+        self.value: Any = np.full((count + 1, count + 1, slots + 1), np.inf, dtype=np.float32)
+        self.value[self.ends, self.ends] = 0.0
+        self.choice: Any = np.zeros((count + 1, count + 1, slots + 1), dtype=np.int32)
+        self.charges: list[list[int]] = [[] for _ in range(count)]
+        self.shifts = self._rounded(self.costs.boundary, np.arange(count + 1) * GOLDEN % 1.0)
+        self.piles: Any = self._rounded(self.costs.piled, 0.5)
         for a in range(count - 1, -1, -1):
-            for index, point in enumerate(self.menus[a]):
-                stop = a + point.stages
-                exact = (point.kept_bytes + int(self.costs.boundary[a, stop])) / unit
-                # Rounded up or down in turn, so that the errors of neighbouring stages cancel.
-                charge = charges[a, index] = int(exact + (a * GOLDEN + index * GOLDEN * GOLDEN) % 1.0)
-                ends = np.arange(stop, count + 1)
-                needs = np.ceil(self._needs(point, a, ends) / unit - 0.5).astype(np.int64)
-                offer = np.full((len(ends), slots + 1), np.inf)
-                if charge <= slots:
-                    offer[:, charge:] = value[stop, stop:, : slots + 1 - charge] + point.extra_seconds
-                offer[0] = point.extra_seconds
-                offer[np.arange(slots + 1) < needs[:, None]] = np.inf
-                better = offer < value[a, stop:]
-                value[a, stop:][better] = offer[better]
-                choice[a, stop:][better] = index
-            self._redo(a, unit, value, choice)
-        found: dict[tuple[_Move, ...], None] = {}
-        for slot in range(slots, -1, -1):
-            if np.isfinite(value[0, count, slot]):
-                found[self._read(choice, charges, unit, 0, count, slot)] = None
-        return list(found)
+            for index in range(len(self.menus[a])):
+                self._keep(a, index)
+            for p in range(a + 1, count):
+                self._redo(a, p)
+        amounts = [slot for slot in range(slots, -1, -1) if np.isfinite(self.value[0, count, slot])]
+        return list(dict.fromkeys(self._read(0, count, slot) for slot in amounts))
 
-    def _redo(self, a: int, unit: float, value: Floats, choice: Ints) -> None:
-        """Improve all ``C(a, b)`` by running forward up to some ``p`` and coming back to it later."""
-        count, slots = self.count, self.slots
-        shifts = self._shifts(a, unit)
-        # right[i, b] is C(p, b) with the boundary at p = a + 1 + i stored
-        right: Any = np.full((count - a - 1, count + 1 - a, slots + 1), np.inf)
-        for index, shift in enumerate(shifts):
-            if shift <= slots:
-                right[index, index + 2 :, shift:] = value[a + 1 + index, a + 2 + index :, : slots + 1 - shift]
-        grid = np.arange(slots + 1)
-        for b in range(a + 2, count + 1):
-            p = np.arange(a + 1, b)
-            offer = right[: len(p), b - a] + (self.costs.seconds[p] - self.costs.seconds[a])[:, None]
-            pile = np.rint(self._pile(p, b) / unit).astype(np.int64)
-            if pile.any():
-                index = grid[None, :] - pile[:, None]
-                left = np.where(index >= 0, np.take_along_axis(value[a, a + 1 : b], np.maximum(index, 0), 1), np.inf)
-            else:
-                left = value[a, a + 1 : b]
-            offer += left
-            needs = np.ceil(self._redo_needs(a, p, b) / unit - 0.5)
-            offer[grid < needs[:, None]] = np.inf
-            best = offer.argmin(axis=0)
-            least = offer[best, grid]
-            better = least < value[a, b] * (1 - 1e-12)
-            value[a, b][better] = least[better]
-            choice[a, b][better] = -p[best[better]]
+    def _rounded(self, size: Any, offset: Any) -> Any:
+        """Bytes in units. With offsets from 0 to 1 that differ from cut to cut, errors along the chain cancel."""
+        return np.floor(np.asarray(size) / self.unit + offset).astype(np.int64)
 
-    def _shifts(self, a: int, unit: float) -> Ints:
-        dither = (np.arange(a + 1, self.count) * GOLDEN) % 1.0
-        return (self.costs.boundary[a, a + 1 : self.count] / unit + dither).astype(np.int64)
+    def _needs(self, a: int, point: MenuPoint, b: Any) -> Any:
+        """Memory that the window needs when its context ends at ``b``."""
+        costs, stop = self.costs, a + point.stages
+        gradients = costs.gradients[stop] + (costs.tangents if stop == self.count else 0)
+        backward = point.backward_peak_bytes + gradients + costs.results[-1] + costs.piled[b, stop]
+        results = np.where(b == self.count, costs.results[a], costs.results[-1])
+        return np.maximum(point.forward_peak_bytes + costs.gradients[b] + results, backward)
 
-    def _read(
-        self, choice: Ints, charges: dict[tuple[int, int], int], unit: float, a: int, b: int, slot: int
-    ) -> tuple[_Move, ...]:
+    def _forward_needs(self, a: int, p: int, b: Any) -> Any:
+        """Memory that running forward from ``a`` to ``p`` needs when stages from ``b`` on are done."""
+        results = np.where(b == self.count, self.costs.results[p], self.costs.results[-1])
+        return self.costs.forward[a, a:p].max() + self.costs.gradients[b] + results
+
+    def _offer(self, a: int, first: int, low: int, offer: Any, needs: Any, chosen: int) -> None:
+        """Take ``offer`` for ``C(a, b, m)``, ``b`` from ``first`` and ``m`` from ``low`` on, where it is better."""
+        target = self.value[a, first:, low:]
+        better = offer * np.float32(1 + 1e-6) < target
+        better &= self.grid[low:] >= self._rounded(needs, 0.5)[:, None]
+        np.copyto(target, offer, where=better)
+        np.copyto(self.choice[a, first:, low:], chosen, where=better)
+
+    def _keep(self, a: int, index: int) -> None:
+        """Treat the window as menu point ``index`` says."""
+        point = self.menus[a][index]
+        stop = a + point.stages
+        kept = point.kept_bytes + int(self.costs.boundary[a, stop])
+        charge = int(self._rounded(kept, (a * GOLDEN + index * GOLDEN**2) % 1.0))
+        self.charges[a].append(charge)
+        needs = self._needs(a, point, self.ends[stop:])
+        last: Any = np.full((1, self.slots + 1), self._extra(point, stop, stop), dtype=np.float32)
+        target, choice = self.value[a, stop], self.choice[a, stop]
+        better = (last[0] < target) & (self.grid >= self._rounded(needs[0], 0.5))
+        np.copyto(target, last[0], where=better)
+        np.copyto(choice, index, where=better)
+        if stop < self.count and charge <= self.slots:
+            behind = self.value[stop, stop + 1 :, : self.slots + 1 - charge]
+            self._offer(a, stop + 1, charge, behind + np.float32(point.extra_seconds), needs[1:], index)
+
+    def _extra(self, point: MenuPoint, stop: int, b: int) -> float:
+        """Extra time of a menu point; the last window of a nested run need not make what nobody reads again."""
+        return point.extra_seconds - (point.idle_seconds if stop == b < self.count else 0.0)
+
+    def _redo(self, a: int, p: int) -> None:
+        """Run forward from ``a`` to ``p`` keeping nothing, and come back to it after all that follows."""
+        left, shift = self.value[a, p], int(self.shifts[a, p])
+        if shift > self.slots or not np.isfinite(left[-1]):
+            return
+        piles = self.piles[p + 1 :, p]
+        pad = int(piles.max())
+        padded = np.concatenate([np.full(pad, np.inf, dtype=np.float32), left])
+        left = padded[self.grid[shift:] + pad - piles[:, None]] if pad else left[shift:]
+        seconds = np.float32(self.costs.seconds[p] - self.costs.seconds[a])
+        offer = self.value[p, p + 1 :, : self.slots + 1 - shift] + left + seconds
+        self._offer(a, p + 1, shift, offer, self._forward_needs(a, p, self.ends[p + 1 :]), -p)
+
+    def _read(self, a: int, b: int, slot: int) -> tuple[_Move, ...]:
         """The plan that gave ``C(a, b, slot)``."""
         moves: list[_Move] = []
         while a < b:
-            chosen = int(choice[a, b, slot])
+            chosen = int(self.choice[a, b, slot])
             if chosen >= 0:
                 stop = a + self.menus[a][chosen].stages
                 moves.append(_Move(a, stop, chosen, ()))
-                slot -= charges[a, chosen] if stop < b else 0
+                slot -= self.charges[a][chosen] if stop < b else 0
             else:
                 stop = -chosen
-                left = slot - int(np.rint(self._pile(np.array([stop]), b)[0] / unit))
-                moves.append(_Move(a, stop, -1, self._read(choice, charges, unit, a, stop, left)))
-                slot -= int(self._shifts(a, unit)[stop - a - 1])
+                inner = self._read(a, stop, slot - int(self.piles[b, stop]))
+                moves.append(_Move(a, stop, -1, inner))
+                slot -= int(self.shifts[a, stop])
             a = stop
         return tuple(moves)
 
@@ -330,25 +350,24 @@ class _Solver:
         """Highest memory of a plan of stages up to ``b`` beyond what crosses its first cut, without rounding."""
         highest, stored = 0, 0
         for move in moves:
-            a, stop = move.start, move.stop
+            a, stop, kept = move.start, move.stop, 0
             if move.inner:
-                p = np.arange(a + 1, stop + 1)
-                inner = self.peak(move.inner, stop) + int(self._pile(np.array([stop]), b)[0])
-                needs = max(inner, int(self._redo_needs(a, p, b)[-1]))
-                kept = 0
+                inner = self.peak(move.inner, stop) + int(self.costs.piled[b, stop])
+                needs = max(inner, int(self._forward_needs(a, stop, b)))
             else:
                 point = self.menus[a][move.point]
-                needs, kept = int(self._needs(point, a, np.array([b]))[0]), point.kept_bytes
+                needs, kept = int(self._needs(a, point, b)), point.kept_bytes
             highest = max(highest, stored + needs)
             stored += kept + int(self.costs.boundary[a, stop])
         return highest
 
-    def price(self, moves: Sequence[_Move]) -> float:
-        """Extra seconds of a plan."""
+    def price(self, moves: Sequence[_Move], b: int) -> float:
+        """Extra seconds of a plan of stages up to ``b``."""
         total = 0.0
         for move in moves:
             if move.inner:
-                total += float(self.costs.seconds[move.stop] - self.costs.seconds[move.start]) + self.price(move.inner)
+                total += float(self.costs.seconds[move.stop] - self.costs.seconds[move.start])
+                total += self.price(move.inner, move.stop)
             else:
-                total += self.menus[move.start][move.point].extra_seconds
+                total += self._extra(self.menus[move.start][move.point], move.stop, b)
         return total

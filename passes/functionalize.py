@@ -17,7 +17,7 @@ from torch.func import functionalize as torch_functionalize
 
 from fxckpt import _torch
 from fxckpt.errors import CaptureError
-from fxckpt.joint import Edge, JointGraph, Trace, sum_gradients
+from fxckpt.joint import Edge, JointGraph, RegionInput, Trace, bernoulli_like, sum_gradients
 
 __all__ = ["functionalize"]
 
@@ -55,6 +55,7 @@ class _SecondPass:
         value: old node -> new node that held its value right after it ran.
         edges: new node name -> edge it had when some operator read it.
         outputs: new nodes of the outputs at the end.
+        gradients: (record index, "total" or "part", place) -> new node of that gradient when it was complete.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -63,6 +64,14 @@ class _SecondPass:
         self.names: dict[fx.Node, str] = {}
         self.edge_names: dict[str, Edge] = {}
         self.output_names: list[str] = []
+        self.questions: dict[str, list[tuple[fx.Node, tuple[int, str, int]]]] = {}
+        self.answers: dict[tuple[int, str, int], str] = {}
+        for record in trace.records:
+            for place, total in enumerate(record.totals):
+                if total is not None:
+                    self.questions.setdefault(record.before, []).append((total, (record.index, "total", place)))
+            for place, (_, part) in enumerate(record.contributions):
+                self.questions.setdefault(record.after, []).append((part, (record.index, "part", place)))
         self.by_consumer: dict[str, list[tuple[str, Edge]]] = {}
         for (consumer, argument), edge in trace.edges.items():
             self.by_consumer.setdefault(consumer, []).append((argument, edge))
@@ -78,6 +87,7 @@ class _SecondPass:
         self.value.update(zip(placeholders, new_placeholders, strict=True))
         self.edges = {nodes[name]: edge for name, edge in self.edge_names.items() if name in nodes}
         self.outputs = [nodes[name] for name in self.output_names]
+        self.gradients = {place: nodes[name] for place, name in self.answers.items()}
 
     def _run(self, *inputs: Tensor) -> Any:
         tracer = _torch.current_tracer()
@@ -125,6 +135,10 @@ class _Recorder(fx.Interpreter):
         name = self._name(result) if isinstance(result, Tensor) else None
         if name is not None and n.op != "placeholder":
             self.owner.names[n] = name
+        for node, place in self.owner.questions.get(n.name, ()):
+            name = self._name(self.env[node] if node is not n else result)
+            assert name is not None
+            self.owner.answers[place] = name
         return result
 
     def _name(self, tensor: Tensor) -> str | None:
@@ -138,7 +152,7 @@ class _Assembly:
         self.new = fx.Graph()
         self.map: dict[fx.Node, fx.Node] = {}
         self.places: dict[str, tuple[str, str]] = {}
-        self.constants: dict[str, Tensor] = {}
+        self.constants: dict[str, Any] = {}
         self.tangent_old = {second.value[node]: node for node in trace.tangent_nodes if node is not None}
         self.forward_old, self.tags, self.members = self._split()
         self.position = {node: index for index, node in enumerate(self.forward_old)}
@@ -229,9 +243,7 @@ class _Assembly:
             fakes=self.trace.outputs, assigned=self.trace.assigned, places=self.places,
         )
 
-    def _placeholders(self) -> list[Any]:
-        from fxckpt.joint import RegionInput
-
+    def _placeholders(self) -> list[RegionInput]:
         inputs = list(self.trace.inputs)
         for old in self.second.graph.nodes:
             if old.op == "placeholder":
@@ -255,6 +267,8 @@ class _Assembly:
         new = self.new.node_copy(old, lambda node: swap.get(node) or self.map[node])
         self.map[old] = new
         origin = self.second.origin.get(old.name)
+        if origin is not None and old.target is aten.bernoulli.p and origin.target is aten.bernoulli_.float:
+            new.target, new.meta["val"] = bernoulli_like, origin.meta["val"]
         if origin is not None and origin.name in self.trace.places:
             self.places[new.name] = self.trace.places[origin.name]
         return new
@@ -310,13 +324,13 @@ class _Assembly:
                 slot = self.slot_of.get((record.index, number))
                 if total is not None and slot is not None and self.parts[slot]:
                     reads.append(slot)
-                    swap[self.second.value[total]] = self._sum(slot)
+                    swap[self.second.gradients[record.index, "total", number]] = self._sum(slot)
             own = self.members.get(record.index, [])
             self.reads_of.append([source for node in own for source in node.all_input_nodes if source not in swap])
             nodes = [self._copy(node, swap) for node in own]
             contributions = []
-            for edge, part in record.contributions:
-                old = self.second.value[part]
+            for place, (edge, _) in enumerate(record.contributions):
+                old = self.second.gradients[record.index, "part", place]
                 node = swap.get(old) or self.map[old]
                 slot = self.slot_of[edge]
                 self.parts[slot].append(node)
@@ -381,9 +395,9 @@ class _Assembly:
         return list(mutated)
 
 
-def _attribute(module: torch.nn.Module, target: Any) -> Tensor:
+def _attribute(module: torch.nn.Module, target: Any) -> Any:
+    """A tensor, or another object that an operator takes (a generator)."""
     value: Any = module
     for part in str(target).split("."):
         value = getattr(value, part)
-    assert isinstance(value, Tensor)
     return value

@@ -81,6 +81,7 @@ class _Choice(NamedTuple):
     kept: tuple[int, ...]
     kept_bytes: int
     ticks: int
+    idle: int
     forward_peak: int
     backward_peak: int
 
@@ -120,6 +121,7 @@ def menu(graph: Graph, chain: Chain, widest: int = 1, most: int = 16) -> tuple[t
                         forward_peak_bytes=choice.forward_peak,
                         backward_peak_bytes=choice.backward_peak,
                         stages=last - first + 1,
+                        idle_seconds=choice.idle / TICKS,
                     )
                 )
         menus.append(tuple(points))
@@ -189,7 +191,6 @@ class _Reader:
         made: dict[int, int] = {}  # storage of the graph: gradient memory
         totals: dict[int, tuple[int, ...]] = {}  # slot: gradient memory of its total
         steps: list[_Step] = []
-        consumed: set[int] = set()
 
         def memory(values: Iterable[int]) -> tuple[int, ...]:
             found: list[int] = []
@@ -200,20 +201,23 @@ class _Reader:
                     found += (made[storage] for storage in graph.nodes[value].storages if storage in made)
             return tuple(found)
 
-        for index in sorted(index for grads in self.grads[start:stop] for index in grads):
-            grad = graph.grad_nodes[index]
-            consumed.update(grad.reads)
+        inside = [graph.grad_nodes[index] for index in sorted(i for grads in self.grads[start:stop] for i in grads)]
+        consumed = {slot for grad in inside for slot in grad.reads}
+        for grad in inside:
             for value in grad.nodes:
                 node = graph.nodes[value]
                 reads, over = memory(node.inputs), memory(node.inputs[:1]) if node.inplace else ()
                 made.update((storage, next(names)) for storage in node.allocates)
+                if node.view and len(reads) == 1:  # a view of a total, which has no storage in the graph
+                    made.update((storage, reads[0]) for storage in node.storages if storage not in made)
                 makes = tuple((made[storage], graph.storage_bytes[storage]) for storage in node.allocates)
                 first = over[0] if len(over) == 1 else -1
                 steps.append(_Step(self._locals(node.inputs, local), reads, makes, node.workspace_bytes, first))
             for slot, value in grad.contributes:
                 if graph.slots[slot].owner < -1:  # nobody wants it
                     continue
-                if slot not in totals and self.first[slot] < stop:
+                # What later stages began comes in if it is consumed here; to the rest the engine adds in place.
+                if slot not in totals and (slot not in consumed or self.first[slot] < stop):
                     totals[slot] = memory([value])
                     continue
                 old, fresh = totals.get(slot, ()), next(names)
@@ -267,16 +271,17 @@ def _choice(window: _Window, maker: dict[int, int], point: tuple[int, int], kept
     # What leaves the region is alive throughout backward, whoever reads it.
     ready = {number: storages[number].size for number in available & read if not storages[number].held}
     backward_peak = _peak(steps, ready, set(window.returned))
-    runs = [op.runs for op in ops]
+    used: set[int] = set()
     stack = list(available & read)
     while stack:
         index = maker[stack.pop()]
-        if not runs[index]:
-            runs[index] = True
+        if index not in used:
+            used.add(index)
             stack += ops[index].reads
-    forward = [_run(window, op, set()) for op, run in zip(ops, runs, strict=True) if run]
+    idle = sum(op.ticks for index, op in enumerate(ops) if op.runs and index not in used)
+    forward = [_run(window, op, set()) for index, op in enumerate(ops) if op.runs or index in used]
     stays = {*(available & read), *(number for number, storage in enumerate(storages) if storage.crosses)}
-    return _Choice(tuple(sorted(available & read)), *point, _peak(forward, {}, stays), backward_peak)
+    return _Choice(tuple(sorted(available & read)), *point, idle, _peak(forward, {}, stays), backward_peak)
 
 
 def _with_recomputation(window: _Window, maker: dict[int, int], available: set[int]) -> list[_Step]:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, fx
 
 from fxckpt import _torch
-from fxckpt.joint import JointGraph
+from fxckpt.joint import JointGraph, bernoulli_like
 from fxckpt.plan import Graph, Program, SegmentProgram, Step
-from fxckpt.runtime import SegmentModule, replay_random, save_random_state
+from fxckpt.runtime import SegmentModule, replay_bernoulli, replay_random, save_random_state
 
 __all__ = ["rewrite"]
 
@@ -67,20 +67,11 @@ class _Rewriter:
         return fx.GraphModule(root, outer)
 
     def _segment(self, index: int, segment: SegmentProgram) -> SegmentModule:
-        backward = _Emitter(self.joint, self.graph)
-        expected = tuple(True for _ in segment.tangents)
-        compiled = backward.backward(segment, expected, segment.saved)
-        saved = tuple(v for v, used in zip(segment.saved, backward.saved_used, strict=True) if used)
-        forward = _Emitter(self.joint, self.graph).forward(segment, saved)
-        first = [compiled if len(saved) == len(segment.saved) else None]
+        forward = _Emitter(self.joint, self.graph).forward(segment)
 
         def specialise(present: tuple[bool, ...]) -> fx.GraphModule:
-            if present == expected:
-                again = first[0] or _Emitter(self.joint, self.graph).backward(segment, expected, saved)
-                first[0] = None
-                return again
-            other = self.reschedule(index, present)
-            return _Emitter(self.joint, self.graph).backward(other, present, saved, segment)
+            steps = segment.backward if present == segment.expected else self.reschedule(index, present).backward
+            return _Emitter(self.joint, self.graph).backward(segment, steps, present)
 
         carrying = [segment.outputs.index(self.graph.slots[slot].value) for slot in segment.tangents]
         requires = [i < len(self.joint.inputs) and self.joint.inputs[i].requires_grad for i in segment.inputs]
@@ -91,12 +82,12 @@ class _Rewriter:
             detached=tuple(
                 i for i, slot in enumerate(segment.gradients) if slot < 0 and (requires[i] or internal[i])
             ),
-            expected=expected, differentiable=bool(segment.tangents) and any(s >= 0 for s in segment.gradients),
+            expected=segment.expected, differentiable=bool(segment.tangents) and any(s >= 0 for s in segment.gradients),
         )  # fmt: skip
 
 
 class _Emitter:
-    """Builds one fx graph from steps. Attributes: ``saved_used`` tells which saved values the backward reads."""
+    """Builds one fx graph from steps."""
 
     def __init__(self, joint: JointGraph, graph: Graph) -> None:
         self.joint, self.graph = joint, graph
@@ -107,44 +98,39 @@ class _Emitter:
         self.sums = {node: len(graph.nodes) + slot for slot, node in enumerate(joint.sums)}
         self.index = {node: index for index, node in enumerate(joint.nodes)}
         self.index.update(self.sums)
-        self.saved_used: list[bool] = []
 
-    def forward(self, segment: SegmentProgram, saved: tuple[int, ...]) -> fx.GraphModule:
+    def forward(self, segment: SegmentProgram) -> fx.GraphModule:
+        """Forward from the inputs to (outputs, saved values, generator states)."""
         for value in segment.inputs:
             self.env[value] = self.out.placeholder(self._name(value))
         for step in segment.forward:
             self._emit(step, again=False)
         states = [self.states[value] for value in segment.states]
-        results = ([self.env[v] for v in segment.outputs], [self.env[v] for v in saved], states)
+        results = ([self.env[v] for v in segment.outputs], [self.env[v] for v in segment.saved], states)
         return self._finish(results, segment)
 
     def backward(
-        self, segment: SegmentProgram, present: tuple[bool, ...], saved: tuple[int, ...],
-        like: SegmentProgram | None = None,
-    ) -> fx.GraphModule:  # fmt: skip
-        """Backward from (saved, states, present tangents) to one gradient per input of ``like`` or ``segment``."""
-        like = like or segment
-        placeholders = [self.out.placeholder(self._name(value)) for value in saved]
-        self.env.update(zip(saved, placeholders, strict=True))
-        for value in like.states:
+        self, segment: SegmentProgram, steps: tuple[Step, ...], present: tuple[bool, ...]
+    ) -> fx.GraphModule:
+        """Backward from (saved values, states, present tangents) to one gradient per input."""
+        for value in segment.saved:
+            self.env[value] = self.out.placeholder(self._name(value))
+        for value in segment.states:
             self.states[value] = self.out.placeholder(f"state_of_{self._name(value)}")
-        for slot, there in zip(like.tangents, present, strict=True):
-            if there:
+        started = {slot for slot, there in zip(segment.tangents, present, strict=True) if there}
+        for slot in segment.tangents:
+            if slot in started:
                 self.env[self.graph.total(slot)] = self.out.placeholder(f"tangent_{slot}")
-        started = {slot for slot, there in zip(like.tangents, present, strict=True) if there}
-        for step in segment.backward:
+        for step in steps:
             if step.op == "add":
                 self._add(step, step.slot in started)
-                started.add(step.slot)
             elif step.op == "zero":
                 self._zero(step)
-                started.add(step.slot)
             else:
                 self._emit(step, again=True)
-        results = [self.env[self.graph.total(slot)] if slot in started else None for slot in like.gradients]
-        module = self._finish(results, segment)
-        self.saved_used = [bool(node.users) for node in placeholders]
-        return module
+            started.add(step.slot)
+        results = [self.env[self.graph.total(slot)] if slot in started and slot >= 0 else None for slot in segment.gradients]
+        return self._finish(results, segment)
 
     def _finish(self, results: Any, segment: SegmentProgram) -> fx.GraphModule:
         self.out.output(results)
@@ -162,8 +148,11 @@ class _Emitter:
         again = again and self.graph.nodes[step.value].phase == "forward"
         new = self.out.node_copy(node, lambda source: self.env[self.index[source]])
         if step.op == "replay":
-            new.args = (node.target, _device(node), self.states[step.value], *new.args)
-            new.target = replay_random
+            new.args = (_device(node), self.states[step.value], *new.args)
+            if node.target is bernoulli_like:
+                new.target = replay_bernoulli
+            else:
+                new.target, new.args = replay_random, (node.target, *new.args)
         elif again and "batch_norm" in str(node.target):
             _drop_statistics(new)
         if again:

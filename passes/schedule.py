@@ -19,19 +19,21 @@ def schedule(graph: Graph, plan: Plan, tangents: frozenset[int] | None = None) -
     Args:
         graph: the joint graph with costs.
         plan: segments that partition the forward positions.
-        tangents: slots of outputs whose gradient arrives from outside; None means all of them. Autograd nodes
-            that get no gradient are left out, so that what lies behind them gets None as in eager.
+        tangents: slots of outputs whose gradient is expected from outside; None means all of them. The backwards are
+            made for these; autograd nodes that get no gradient are left out, so that what lies behind them gets None
+            as in eager. What is saved serves every other pattern of gradients too.
 
     Returns:
         One program per segment, in forward order.
     """
-    if tangents is None:
-        tangents = frozenset(index for index, slot in enumerate(graph.slots) if slot.tangent >= 0)
-    context = _Context(graph, tangents)
+    possible = frozenset(index for index, slot in enumerate(graph.slots) if slot.tangent >= 0)
+    expected = possible if tangents is None else tangents
+    context = _Context(graph, possible)
+    likely = context if expected == possible else _Context(graph, expected)
     programs: list[SegmentProgram] = []
-    later = _Later(set(graph.outputs), set(), set(tangents))
+    later = _Later(set(graph.outputs), set(), set(possible), set(expected))
     for segment in reversed(plan.segments):
-        programs.append(_SegmentLowering(context, segment, later).lower())
+        programs.append(_SegmentLowering(context, likely, segment, later).lower())
     return Program(tuple(reversed(programs)))
 
 
@@ -64,10 +66,17 @@ class _Context:
 
 
 class _Later:
-    """What the segments behind the present one ask for."""
+    """What the segments behind the present one ask for.
 
-    def __init__(self, forward: set[int], backward: set[int], slots: set[int]) -> None:
-        self.forward, self.backward, self.slots = forward, backward, slots
+    Attributes:
+        forward: values that they read in forward, or that leave the region.
+        backward: values that their backwards read.
+        slots: gradients that they may contribute to.
+        arriving: gradients that they contribute to if the expected ones come from outside.
+    """
+
+    def __init__(self, forward: set[int], backward: set[int], slots: set[int], arriving: set[int]) -> None:
+        self.forward, self.backward, self.slots, self.arriving = forward, backward, slots, arriving
 
 
 class _Backward:
@@ -238,8 +247,9 @@ def _closure(context: _Context, targets: set[int], start: int, stop: int) -> set
 
 
 class _SegmentLowering:
-    def __init__(self, context: _Context, segment: Segment, later: _Later) -> None:
-        self.context, self.graph, self.segment, self.later = context, context.graph, segment, later
+    def __init__(self, context: _Context, likely: _Context, segment: Segment, later: _Later) -> None:
+        self.context, self.likely, self.graph = context, likely, context.graph
+        self.segment, self.later = segment, later
         self.start, self.stop = segment.start, segment.stop
 
     def _inside(self, value: int) -> bool:
@@ -249,12 +259,9 @@ class _SegmentLowering:
         graph, later = self.graph, self.later
         outputs = {value for value in later.forward | later.backward if self._inside(value)}
         kept = {self.context.by_name[name] for name in self.segment.kept}
-        backward = _Backward(self.context, self.start, self.stop)
         free = {v for v in outputs if v in later.backward or graph.nodes[v].keepable}
-        backward.available = (kept | free) - {v for v in kept if graph.nodes[v].container}
         tangents = self._tangents(outputs)
-        backward.totals = set(tangents)
-        backward.run(self.segment)
+        backward = self._backward(self.context, (kept | free) - {v for v in kept if graph.nodes[v].container}, tangents)
         saved = (backward.read & (kept | free)) | set(backward.forced)
         forward = self._forward(outputs | saved, set(backward.states))
         inputs = self._inputs(forward, backward)
@@ -264,17 +271,25 @@ class _SegmentLowering:
             outputs.add(value)
             tangents.append(slot)
         gradients = tuple(returned.get(value, -1) for value in inputs)
-        ordered_outputs = tuple(sorted(outputs))
-        saved_values = tuple(sorted(saved)) + tuple(backward.external)
+        arriving = [slot for slot in tangents if slot in later.arriving]
+        steps = backward.steps if self.likely is self.context else self._backward(self.likely, saved, arriving).steps
         program = SegmentProgram(
-            name=self.segment.name, inputs=tuple(inputs), outputs=ordered_outputs,
-            forward=_finish(graph, forward, set(ordered_outputs) | saved, ()),
-            saved=saved_values, states=tuple(backward.states), tangents=tuple(tangents),
-            backward=_finish(graph, backward.steps, {graph.total(slot) for slot in gradients if slot >= 0}, tangents),
+            name=self.segment.name, inputs=tuple(inputs), outputs=tuple(sorted(outputs)),
+            forward=_finish(graph, forward, outputs | saved, ()),
+            saved=tuple(sorted(saved)) + tuple(backward.external), states=tuple(backward.states),
+            tangents=tuple(tangents), expected=tuple(slot in later.arriving for slot in tangents),
+            backward=_finish(graph, steps, {graph.total(slot) for slot in gradients if slot >= 0}, arriving),
             gradients=gradients,
         )  # fmt: skip
         self._update_later(inputs, backward, returned)
+        self.later.arriving.update(step.slot for step in steps if step.op == "add")
         return program
+
+    def _backward(self, context: _Context, available: set[int], tangents: list[int]) -> _Backward:
+        backward = _Backward(context, self.start, self.stop)
+        backward.available, backward.totals = set(available), set(tangents)
+        backward.run(self.segment)
+        return backward
 
     def _update_later(self, inputs: list[int], backward: _Backward, returned: dict[int, int]) -> None:
         self.later.forward.update(inputs)
@@ -304,9 +319,8 @@ class _SegmentLowering:
     def _inputs(self, forward: list[Step], backward: _Backward) -> list[int]:
         found: dict[int, None] = {}
         for step in forward:
-            for source in self.graph.nodes[step.value].inputs:
-                if not self._inside(source):
-                    found[source] = None
+            node = self.graph.nodes[step.value]
+            found.update((source, None) for source in node.inputs + node.state_inputs if not self._inside(source))
         found.update(backward.external)
         return list(found)
 

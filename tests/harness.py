@@ -33,7 +33,9 @@ def seed_all(seed: int = SEED) -> None:
     numpy.random.seed(seed)
 
 
-def compare(build: Build, loss: Callable[[Any], torch.Tensor], *, make_planned: MakePlanned, **options: Any) -> list[str]:
+def compare(
+    build: Build, loss: Callable[[Any], torch.Tensor], *, make_planned: MakePlanned, **options: Any
+) -> list[str]:
     """Run ``build``'s model plain and planned and name what differs; an empty list means right.
 
     Args:
@@ -118,7 +120,9 @@ def _forward(model: nn.Module, args: Any, kwargs: Any, context: Any, seen: dict[
     outputs = list(_tensors(output))
     seen[prefix + "output"] = freeze(output, objects=3)
     seen[prefix + "aliases of inputs"] = [[a is b for a in inputs] for b in outputs]
-    pointers = [a.untyped_storage().data_ptr() if a.layout == torch.strided and a.numel() else 0 for a in inputs + outputs]
+    pointers = [
+        a.untyped_storage().data_ptr() if a.layout == torch.strided and a.numel() else 0 for a in inputs + outputs
+    ]
     seen[prefix + "shared storages"] = [
         (i, j) for i in range(len(pointers)) for j in range(i) if pointers[i] and pointers[i] == pointers[j]
     ]
@@ -193,14 +197,20 @@ def freeze(value: Any, objects: int = 0) -> Any:
     if isinstance(value, Mapping):
         return {"type": type(value).__qualname__, **{repr(key): freeze(entry, objects) for key, entry in value.items()}}
     if isinstance(value, (list, tuple)):
-        return {"type": type(value).__qualname__, **{str(index): freeze(entry, objects) for index, entry in enumerate(value)}}
+        return {
+            "type": type(value).__qualname__,
+            **{str(index): freeze(entry, objects) for index, entry in enumerate(value)},
+        }
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: freeze(getattr(value, field.name), objects) for field in dataclasses.fields(value)}
         return {"type": type(value).__qualname__, **fields}
     if isinstance(value, (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)):
         return value
     if objects and hasattr(value, "__dict__") and not callable(value):
-        return {"type": type(value).__qualname__, **{key: freeze(entry, objects - 1) for key, entry in vars(value).items()}}
+        return {
+            "type": type(value).__qualname__,
+            **{key: freeze(entry, objects - 1) for key, entry in vars(value).items()},
+        }
     return type(value).__qualname__
 
 

@@ -41,7 +41,9 @@ def get(name: str) -> ModelCase:
     return case
 
 
-def _register(loss: Callable[[Any], torch.Tensor], library: str = "torch", context: Callable[[], Any] | None = None) -> Any:
+def _register(
+    loss: Callable[[Any], torch.Tensor], library: str = "torch", context: Callable[[], Any] | None = None
+) -> Any:
     def add(build: Callable[[], Built]) -> Callable[[], Built]:
         name = build.__name__
         MODELS[name] = ModelCase(name, build, loss, context, library)
@@ -72,11 +74,11 @@ def _images(batch: int, side: int) -> tuple[torch.Tensor]:
 
 
 @_register(_class_loss, "torchvision")
-def resnet50() -> Built:
-    """In-place ReLU and additions, BatchNorm; the parameters are those of the real model."""
-    from torchvision.models import resnet50 as make
+def resnet() -> Built:
+    """In-place ReLU and additions, BatchNorm; the blocks of ResNet-50, fewer of them."""
+    from torchvision.models.resnet import Bottleneck, ResNet
 
-    return make(num_classes=10).train(), _images(4, 64), {}
+    return ResNet(Bottleneck, [1, 2, 2, 1], num_classes=10).train(), _images(4, 64), {}
 
 
 @_register(_class_loss, "torchvision")
@@ -84,7 +86,7 @@ def densenet121() -> Built:
     """Concatenations of everything before, BatchNorm, in-place ReLU."""
     from torchvision.models import DenseNet
 
-    model = DenseNet(growth_rate=8, block_config=(6, 12, 24, 16), num_init_features=16, num_classes=10)
+    model = DenseNet(growth_rate=8, block_config=(2, 3, 4, 2), num_init_features=16, num_classes=10)
     return model.train(), _images(2, 64), {}
 
 
@@ -93,7 +95,7 @@ def vit_b16() -> Built:
     """Multi-head attention and a class token."""
     from torchvision.models import VisionTransformer
 
-    model = VisionTransformer(32, 4, 6, 4, 48, 96, num_classes=10, dropout=0.1)
+    model = VisionTransformer(32, 4, 4, 4, 48, 96, num_classes=10, dropout=0.1)
     return model.train(), _images(4, 32), {}
 
 
@@ -102,7 +104,7 @@ def swin_t() -> Built:
     """Shifted windows (roll, pad, permute), patch merging, stochastic depth."""
     from torchvision.models import SwinTransformer
 
-    model = SwinTransformer([4, 4], 16, [2, 2, 4, 2], [1, 2, 4, 8], [4, 4], stochastic_depth_prob=0.2, num_classes=10)
+    model = SwinTransformer([4, 4], 16, [2, 2, 2], [1, 2, 4], [4, 4], stochastic_depth_prob=0.2, num_classes=10)
     return model.train(), _images(2, 64), {}
 
 
@@ -149,7 +151,7 @@ def convnext() -> Built:
     """Depthwise convolutions, layer scale, stochastic depth."""
     from timm.models.convnext import ConvNeXt
 
-    model = ConvNeXt(depths=(2, 2, 4, 2), dims=(16, 32, 48, 64), drop_path_rate=0.3, num_classes=10)
+    model = ConvNeXt(depths=(1, 2, 2, 1), dims=(16, 32, 48, 64), drop_path_rate=0.3, num_classes=10)
     return model.train(), _images(2, 64), {}
 
 
@@ -163,9 +165,7 @@ def gpt2() -> Built:
     """Loss inside, dropout on, a key/value cache among the outputs."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(
-        vocab_size=211, n_positions=64, n_embd=48, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0
-    )
+    config = GPT2Config(vocab_size=211, n_positions=64, n_embd=48, n_layer=3, n_head=4, bos_token_id=0, eos_token_id=0)
     return (GPT2LMHeadModel(config).train(), *_tokens(211, 2, 48))
 
 
@@ -177,7 +177,7 @@ def bert() -> Built:
     config = BertConfig(
         vocab_size=211,
         hidden_size=48,
-        num_hidden_layers=4,
+        num_hidden_layers=3,
         num_attention_heads=4,
         intermediate_size=96,
         max_position_embeddings=64,
@@ -197,7 +197,7 @@ def llama_bf16() -> Built:
         vocab_size=211,
         hidden_size=48,
         intermediate_size=96,
-        num_hidden_layers=4,
+        num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=64,
@@ -234,7 +234,7 @@ def tutorial_a() -> Built:
 
 @_register(_class_loss, "torchvision")
 def tutorial_b() -> Built:
-    """ResNet-50 with a new head of ten classes."""
+    """ResNet-50, all of it, with a new head of ten classes."""
     from torchvision.models import resnet50 as make
 
     model = make()

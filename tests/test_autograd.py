@@ -269,7 +269,11 @@ def test_input_changed_before_backward_raises(way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_output_may_be_changed_in_place(way: str) -> None:
     def build() -> Any:
-        return nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Linear(12, 6)), (torch.randn(4, 6, requires_grad=True),), {}
+        return (
+            nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Linear(12, 6)),
+            (torch.randn(4, 6, requires_grad=True),),
+            {},
+        )
 
     def steps(model: nn.Module, x: torch.Tensor) -> Any:
         y = model(x)

@@ -174,7 +174,7 @@ def test_accessors_of_a_model_that_was_not_planned() -> None:
             accessor(auto_checkpoint(model, strategy="sqrtn"))
 
 
-@pytest.mark.parametrize("name", models.MODELS)
+@pytest.mark.parametrize("name", ["unet", "gpt2", "swin_t"])
 def test_smallest_peak_succeeds_and_a_byte_less_does_not(name: str) -> None:
     case = models.get(name)
     harness.seed_all()

@@ -134,7 +134,9 @@ def test_ema_copy(way: str) -> None:
     planned, _ = _built(way)
     results = []
     for model in (plain, planned):
-        average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+        average = torch.optim.swa_utils.AveragedModel(
+            model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+        )
         _train(model, x)
         average.update_parameters(model)
         results.append([*average.state_dict().values(), average.eval()(x)])

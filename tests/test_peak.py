@@ -1,9 +1,12 @@
-"""The measured peak of a planned step is the predicted one, and within the budget."""
+"""Budgets: what counts in them, what they cost, and that less memory is never faster.
+
+That every model's measured peak is the predicted one, within its budget, is shown in test_equivalence.py.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import itertools
 from typing import Any
 
 import pytest
@@ -11,7 +14,6 @@ import torch
 from torch import nn
 
 from fxckpt import auto_checkpoint, get_plan, make_plan
-from fxckpt.errors import BudgetInfeasibleError
 from fxckpt.measure import measure_peak
 from tests import harness, models
 from tests.planning import STRATEGIES, smallest_peak
@@ -25,23 +27,12 @@ def _measured(case: models.ModelCase, model: nn.Module, args: Any, kwargs: Any, 
     """Peak in bytes of a whole step from fresh gradients, after one step to warm up."""
 
     def step() -> None:
-        if case.context:
-            with case.context():
-                output = model(*args, **kwargs)
-        else:
-            output = model(*args, **kwargs)
-        case.loss(output).backward()
+        # The output gets no name: it would hold the logits while backward runs.
+        case.loss(model(*args, **kwargs)).backward()
 
     step()
     model.zero_grad()
     return measure_peak(step, held=(model, args, kwargs, optimizer)).total_bytes
-
-
-def _in_context(case: models.ModelCase, call: Callable[[], Any]) -> Any:
-    if case.context is None:
-        return call()
-    with case.context():
-        return call()
 
 
 def _built(name: str) -> tuple[models.ModelCase, nn.Module, tuple[Any, ...], dict[str, Any]]:
@@ -54,39 +45,6 @@ def _built(name: str) -> tuple[models.ModelCase, nn.Module, tuple[Any, ...], dic
 def _plain_peak(name: str) -> int:
     case, model, args, kwargs = _built(name)
     return _measured(case, model, args, kwargs)
-
-
-@pytest.mark.parametrize("fraction", [0.8, 0.6, 0.5])
-@pytest.mark.parametrize("name", models.MODELS)
-def test_dp_meets_the_budget_as_predicted(name: str, fraction: float) -> None:
-    case, model, args, kwargs = _built(name)
-    budget_bytes = int(fraction * _plain_peak(name))
-
-    def plan(limit: int) -> nn.Module:
-        return auto_checkpoint(model, *args, example_kwargs=kwargs, budget_gb=limit / 2**30)
-
-    try:
-        planned = _in_context(case, lambda: plan(budget_bytes))
-    except BudgetInfeasibleError as error:
-        assert error.budget_bytes == budget_bytes
-        assert error.min_peak_bytes > budget_bytes
-        budget_bytes = error.min_peak_bytes
-        planned = _in_context(case, lambda: plan(budget_bytes))
-    predicted = get_plan(planned).peak_bytes
-    measured = _measured(case, planned, args, kwargs)
-    assert measured <= budget_bytes
-    assert measured == pytest.approx(predicted, rel=TOLERANCE)
-
-
-@pytest.mark.parametrize("strategy", ["none", "sqrtn", "recompute"])
-@pytest.mark.parametrize("name", models.MODELS)
-def test_other_strategies_peak_as_predicted(name: str, strategy: str) -> None:
-    case, model, args, kwargs = _built(name)
-    planned = _in_context(case, lambda: STRATEGIES[strategy](model, args, kwargs))
-    measured = _measured(case, planned, args, kwargs)
-    assert measured == pytest.approx(get_plan(planned).peak_bytes, rel=TOLERANCE)
-    if strategy == "none":
-        assert measured <= _plain_peak(name) * (1 + TOLERANCE)
 
 
 def test_sqrtn_lowers_the_activation_peak_of_a_chain_fourfold() -> None:
@@ -103,15 +61,15 @@ def test_smaller_budgets_never_peak_higher_nor_work_less(name: str) -> None:
     case, model, args, kwargs = _built(name)
     smallest, plain = smallest_peak(model, args, kwargs), _plain_peak(name)
     peaks, seconds = [], []
-    for tenth in range(11):
-        budget_bytes = smallest + (plain - smallest) * tenth // 10
+    for step in range(8):
+        budget_bytes = smallest + (plain - smallest) * step // 7
         planned = auto_checkpoint(model, *args, example_kwargs=kwargs, budget_gb=budget_bytes / 2**30)
         peaks.append(_measured(case, planned, args, kwargs))
         seconds.append(get_plan(planned).extra_seconds)
         assert peaks[-1] <= budget_bytes
     assert seconds == sorted(seconds, reverse=True)
     # Plans of equal cost may differ by a temporary.
-    assert all(low <= high * 1.01 for low, high in zip(peaks, peaks[1:], strict=False))
+    assert all(low <= high * 1.01 for low, high in itertools.pairwise(peaks))
 
 
 def test_budget_of_the_plain_peak_recomputes_nothing() -> None:

@@ -53,8 +53,9 @@ def example(budget_mib: int = 60, **options: object) -> Report:
         name = f"segment_{layer}"
         programs.append(
             SegmentProgram(
-                name, (linear - 1,), (drop,), (), saved, (drop,) if lean else (), (),
-                (*again, Step("run", len(forward) + linear)), (),
+                name, inputs=(linear - 1,), outputs=(drop,), forward=(), saved=saved,
+                states=(drop,) if lean else (), tangents=(), expected=(),
+                backward=(*again, Step("run", len(forward) + linear)), gradients=(),
             )
         )  # fmt: skip
         segments.append(Segment(4 * layer, 4 * layer + 4, name=name))
@@ -184,7 +185,8 @@ def test_segments_without_modules_or_recomputation_are_printable() -> None:
         (Node("x", "input", "input", (), (0,), (0,)), Node("y", "aten.exp.default", "forward", (0,), (1,), (1,))),
         (1,), (), (), (4, 4), (1,),
     )  # fmt: skip
-    program = Program((SegmentProgram("s", (0,), (1,), (Step("run", 1),), (), (), (), (), ()),))
+    segment = SegmentProgram("s", (0,), (1,), (Step("run", 1),), (), (), (), expected=(), backward=(), gradients=())
+    program = Program((segment,))
     timeline = Timeline((8,), 8, 0, 0, "forward", ("kept",), (8,))
     text = build_report(graph, Plan("none", (Segment(0, 1),)), program, timeline, timeline, title="f").render()
     assert re.search(r"0  model +1 +0.000 +0.000 +0.000  - +0.00  < peak", text)

@@ -43,6 +43,9 @@ def names() -> list[str]:
 def load(name: str) -> Case:
     """The case ``name``."""
     module = importlib.import_module(f"{__name__}.{name}")
-    optional = {key: getattr(module, key) for key in ("context", "extra_batches", "mutate", "between", "probe")
-                if hasattr(module, key)}
+    optional = {
+        key: getattr(module, key)
+        for key in ("context", "extra_batches", "mutate", "between", "probe")
+        if hasattr(module, key)
+    }
     return Case(name, module.build, module.loss, grad_api=getattr(module, "GRAD_API", "backward"), **optional)
