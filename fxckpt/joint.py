@@ -103,6 +103,7 @@ class JointGraph:
         slot_owner: slot -> index in ``records`` of the autograd node that consumes it, -1 for leaves.
         records: per autograd node: (name, forward position, slots read, backward nodes, (slot, node) contributions).
         outputs: forward node or placeholder for each of the trace's outputs.
+        differentiable: forward nodes through which gradients flow, with the slot of their gradient or -1.
         mutated: placeholders that forward writes to.
         copies: forward nodes that write mutated inputs back.
         forbidden: ranges of positions that must not be cut.
@@ -122,6 +123,7 @@ class JointGraph:
     slot_owner: list[int]
     records: list[tuple[str, int, list[int], list[fx.Node], list[tuple[int, fx.Node]]]]
     outputs: list[fx.Node]
+    differentiable: dict[fx.Node, int]
     mutated: list[fx.Node]
     copies: list[fx.Node]
     forbidden: list[tuple[int, int]]

@@ -15,11 +15,13 @@ from torch import Tensor, fx, nn
 
 from fxckpt import _torch
 from fxckpt.device import Device
+from fxckpt.double import DoubleReplay
 from fxckpt.errors import FxckptError
 from fxckpt.joint import JointGraph
 from fxckpt.pipeline import Captured, Decision, Goal, build_graph, capture_region, decide, emit
 from fxckpt.plan import Plan
 from fxckpt.report import Report, build_report
+from fxckpt.runtime import RegionCall
 from fxckpt.signature import Call, read_call
 from fxckpt.state import ModuleState
 from fxckpt.template import Template
@@ -52,6 +54,7 @@ class Entry:
     def __init__(self, captured: Captured, decision: Decision, graph_module: fx.GraphModule, state: ModuleState) -> None:
         self.decision, self.graph_module = decision, graph_module
         self.report: Report | None = None
+        self.replay = DoubleReplay(captured.joint, decision.graph, decision.program)
         joint = captured.joint
         self.state_places = [held.places[0] for held in state.tensors]
         count = len(self.state_places)
@@ -66,7 +69,8 @@ class Entry:
         """One forward."""
         tensors = [entries[key] for entries, key in self.state_places]
         tensors += [leaves[index] for index in self.argument_indices]
-        results: list[Tensor] = self.graph_module(*tensors, *self.constants)
+        tensors += self.constants
+        results: list[Tensor] = self.graph_module(RegionCall(self.replay, tensors), *tensors)
         for module, name, template in self.assigned:
             setattr(module, name, template.fill(results))
         return self.output.fill(results)

@@ -7,7 +7,7 @@ may interleave, in any order and in several threads.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fxckpt import _torch
 from fxckpt.joint import bernoulli_like
 
-__all__ = ["RecomputeFunction", "SegmentModule", "replay_bernoulli", "replay_random", "save_random_state"]
+__all__ = ["RecomputeFunction", "RegionCall", "Replay", "SegmentModule", "replay_bernoulli", "replay_random", "save_random_state"]
 
 Code = Callable[[list[Any]], Any]
 
@@ -24,10 +24,10 @@ class RecomputeFunction(torch.autograd.Function):
     """Runs a segment: forward keeps what the plan says, backward recomputes the rest and returns the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, segment: SegmentModule, *inputs: Any) -> tuple[Any, ...]:
+    def forward(ctx: Any, segment: SegmentModule, call: RegionCall | None, *inputs: Any) -> tuple[Any, ...]:
         with torch.enable_grad(), _torch.below_autograd():  # some kernels ask for the mode to know what backward needs
             outputs, saved, ctx.states = segment.forward_code(list(inputs))
-        ctx.segment = segment
+        ctx.segment, ctx.call = segment, call
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved)
         if segment.constant_outputs:
@@ -40,9 +40,9 @@ class RecomputeFunction(torch.autograd.Function):
         tangents = [grads[index] for index in segment.tangent_outputs]
         present = tuple(tangent is not None for tangent in tangents)
         if not any(present):
-            return (None,) * (segment.input_count + 1)
+            return (None,) * (segment.input_count + 2)
         if torch.is_grad_enabled():
-            return (None, *segment.differentiable_backward(ctx, tangents))
+            return (None, None, *_differentiable(ctx, tangents))
         code = segment.backward_code(present)
         boxed = list(ctx.saved_tensors)
         boxed += ctx.states
@@ -50,7 +50,7 @@ class RecomputeFunction(torch.autograd.Function):
         del tangents, grads
         _torch.clear_saved(ctx)
         with _torch.below_autograd():
-            return (None, *code(boxed))
+            return (None, None, *code(boxed))
 
 
 class SegmentModule(nn.Module):
@@ -70,6 +70,7 @@ class SegmentModule(nn.Module):
         forward_graph: torch.fx.GraphModule,
         specialise: Callable[[tuple[bool, ...]], torch.fx.GraphModule],
         *,
+        index: int,
         input_count: int,
         tangent_outputs: tuple[int, ...],
         constant_outputs: tuple[int, ...],
@@ -82,14 +83,14 @@ class SegmentModule(nn.Module):
         self.forward_code: Code = forward_graph.forward
         self.specialise = specialise
         self.codes: dict[tuple[bool, ...], Code] = {}
-        self.input_count = input_count
+        self.index, self.input_count = index, input_count
         self.tangent_outputs, self.constant_outputs, self.detached = tangent_outputs, constant_outputs, detached
         self.differentiable = differentiable
         if differentiable:
             self.backward_graph = specialise(expected)
             self.codes[expected] = self.backward_graph.forward
 
-    def forward(self, *inputs: Any) -> tuple[Any, ...]:
+    def forward(self, call: RegionCall | None, *inputs: Any) -> tuple[Any, ...]:
         if not self.differentiable:
             with torch.no_grad(), _torch.below_autograd():
                 return tuple(self.forward_code(list(inputs))[0])
@@ -98,7 +99,7 @@ class SegmentModule(nn.Module):
             for index in self.detached:
                 entering[index] = entering[index].detach()
             inputs = tuple(entering)
-        result: tuple[Any, ...] = RecomputeFunction.apply(self, *inputs)
+        result: tuple[Any, ...] = RecomputeFunction.apply(self, call, *inputs)
         return result
 
     def backward_code(self, present: tuple[bool, ...]) -> Code:
@@ -107,8 +108,59 @@ class SegmentModule(nn.Module):
             self.codes[present] = self.specialise(present).forward
         return self.codes[present]
 
-    def differentiable_backward(self, ctx: Any, tangents: list[Tensor | None]) -> list[Tensor | None]:
-        raise NotImplementedError("double backward through a planned segment")
+
+class RegionCall:
+    """One forward of a region: what a double backward needs to run it again under autograd.
+
+    The inputs are held until the autograd graph goes; a change to one of them before backward is an error, as in eager.
+    """
+
+    def __init__(self, replay: Replay, inputs: list[Any]) -> None:
+        self.replay, self.inputs = replay, inputs
+        self.versions = [tensor._version if isinstance(tensor, Tensor) else 0 for tensor in inputs]
+        self.before = replay.remember(inputs)
+        self.segments: list[tuple[list[Tensor | None], dict[int, Tensor]]] | None = None
+
+    def gradients(self, index: int, places: tuple[int, ...], tangents: list[Tensor | None]) -> list[Tensor | None]:
+        """Differentiable gradients of the inputs of segment ``index``."""
+        if self.segments is None:
+            for tensor, version in zip(self.inputs, self.versions, strict=True):
+                if isinstance(tensor, Tensor) and tensor._version != version and not self.replay.writes(tensor, self.inputs):
+                    raise RuntimeError(
+                        "one of the variables needed for gradient computation has been modified by an inplace operation"
+                    )
+            self.segments = self.replay.run(self.inputs, self.before)
+        entering, outputs = self.segments[index]
+        pairs = [(outputs[place], tangent) for place, tangent in zip(places, tangents, strict=True) if tangent is not None]
+        wanted = [tensor for tensor in entering if tensor is not None and tensor.requires_grad]
+        found = iter(
+            torch.autograd.grad(
+                [output for output, _ in pairs], wanted, [tangent for _, tangent in pairs], create_graph=True,
+                allow_unused=True,
+            )
+        )  # fmt: skip
+        return [next(found) if tensor is not None and tensor.requires_grad else None for tensor in entering]
+
+
+class Replay(Protocol):
+    """How :class:`RegionCall` runs a region again; see :mod:`fxckpt.double`."""
+
+    def remember(self, inputs: list[Any]) -> Any:
+        """Whatever forward is about to change."""
+
+    def writes(self, tensor: Tensor, inputs: list[Any]) -> bool:
+        """Whether forward itself writes to this input."""
+
+    def run(self, inputs: list[Any], before: Any) -> list[tuple[list[Tensor | None], dict[int, Tensor]]]:
+        """Per segment its inputs and, by place, its outputs, connected by autograd."""
+
+
+def _differentiable(ctx: Any, tangents: list[Tensor | None]) -> list[Tensor | None]:
+    """Backward under ``create_graph=True``: the region's forward is run again under autograd and differentiated."""
+    if ctx.call is None:
+        raise RuntimeError("this graph was called without a RegionCall, which a double backward needs")
+    ctx.saved_tensors  # noqa: B018  raises if the graph has been freed, as in eager
+    return ctx.call.gradients(ctx.segment.index, ctx.segment.tangent_outputs, tangents)  # type: ignore[no-any-return]
 
 
 def save_random_state(device: torch.device) -> Tensor:

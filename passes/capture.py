@@ -263,6 +263,8 @@ class _EdgeRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tracing = self.tracing
+        if func.namespace == "prim":  # a question about a tensor, maybe in the middle of autograd's own work on it
+            return func(*args, **(kwargs or {}))
         edges = []
         writes = func._schema.is_mutable  # asking a view for its edge while it is written to would fix a stale edge
         for leaf in pytree.tree_leaves((args, kwargs)):

@@ -169,7 +169,7 @@ class _Costs:
 
     def _recomputable(self, node: fx.Node, storages: tuple[int, ...]) -> bool:
         if node.target is operator.getitem:
-            return True
+            return self._recomputable(node.args[0], storages)  # type: ignore[arg-type]
         if getattr(node.target, "namespace", "aten") not in ("aten", "prims") or node in self.joint.copies:
             return False
         if node.kwargs.get("generator") is not None or "rnn" in str(node.target):

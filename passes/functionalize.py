@@ -238,7 +238,7 @@ class _Assembly:
             nodes=[node for node in self.new.nodes if node.op != "output" and node not in sums],
             sums=[self.sums.get(slot, self.new.output_node()) for slot in range(len(self.parts))],
             slot_values=[None if value is None else self.map[value] for value in self.slot_values],
-            slot_tangents=self.slot_tangents, slot_owner=self.slot_owner, mutated=self._mutated(copies),
+            differentiable=self._differentiable(), slot_tangents=self.slot_tangents, slot_owner=self.slot_owner, mutated=self._mutated(copies),
             forbidden=self._forbidden(), constants=self.constants, output=self.trace.output,
             fakes=self.trace.outputs, assigned=self.trace.assigned, places=self.places,
         )
@@ -299,6 +299,13 @@ class _Assembly:
                 by_edge[edge] = node
         self.slot_values = [by_edge.get(edge) for edge in self.slot_of]
         self.sums: dict[int, fx.Node] = {}
+
+    def _differentiable(self) -> dict[fx.Node, int]:
+        edges = {node: edge for node, edge in self.second.edges.items() if node in self.position}
+        for node, edge in zip(self.second.outputs, self.trace.output_edges, strict=True):
+            if edge is not None:
+                edges[node] = edge
+        return {self.map[node]: self.slot_of.get(edge, -1) for node, edge in edges.items()}
 
     def _slot(self, edge: Edge, rank: dict[int, int]) -> int:
         if edge not in self.slot_of:

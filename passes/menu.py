@@ -53,14 +53,15 @@ class _Storage(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """One instruction: ``needs`` are forward storages, ``reads`` other memory; ``makes`` are pairs of name and size.
+    """One instruction: ``needs`` are forward storages, ``reads`` other memory; it makes ``size`` bytes in all.
 
-    ``over`` is memory that the result replaces if this is its last use.
+    ``makes`` are pairs of name and size; ``over`` is memory that the result replaces if this is its last use.
     """
 
     needs: tuple[int, ...]
     reads: tuple[int, ...]
     makes: tuple[tuple[int, int], ...]
+    size: int
     workspace: int
     over: int
 
@@ -212,7 +213,8 @@ class _Reader:
                     made.update((storage, reads[0]) for storage in node.storages if storage not in made)
                 makes = tuple((made[storage], graph.storage_bytes[storage]) for storage in node.allocates)
                 first = over[0] if len(over) == 1 else -1
-                steps.append(_Step(self._locals(node.inputs, local), reads, makes, node.workspace_bytes, first))
+                size = sum(size for _, size in makes)
+                steps.append(_Step(self._locals(node.inputs, local), reads, makes, size, node.workspace_bytes, first))
             for slot, value in grad.contributes:
                 if graph.slots[slot].owner < -1:  # nobody wants it
                     continue
@@ -223,7 +225,7 @@ class _Reader:
                 old, fresh = totals.get(slot, ()), next(names)
                 first = old[0] if len(old) == 1 else -1
                 reads, makes = (*old, *memory([value])), ((fresh, graph.slots[slot].bytes),)
-                steps.append(_Step(self._locals([value], local), reads, makes, 0, first))
+                steps.append(_Step(self._locals([value], local), reads, makes, makes[0][1], 0, first))
                 totals[slot] = (fresh,)
         returned = {name for slot, names_of in totals.items() if slot not in consumed for name in names_of}
         return tuple(steps), tuple(sorted(returned))
@@ -257,76 +259,90 @@ def _solve(window: _Window, most: int, known: dict[object, object]) -> tuple[_Ch
     ]
     compromises = hull(operations, storages, known)
     maker = {storage: index for index, op in enumerate(window.ops) for storage in op.makes}
+    again = [_run(window, index, set()) for index in range(len(window.ops))]
     return tuple(
-        _choice(window, maker, compromises.points[index], compromises.kept(index)) for index in compromises.select(most)
+        _choice(window, again, maker, compromises.points[index], compromises.kept(index))
+        for index in compromises.select(most)
     )
 
 
-def _choice(window: _Window, maker: dict[int, int], point: tuple[int, int], kept: Sequence[int]) -> _Choice:
-    """The point with its peaks, found by going through its instructions one by one."""
+def _choice(
+    window: _Window, again: Sequence[_Step], maker: dict[int, int], point: tuple[int, int], kept: Sequence[int]
+) -> _Choice:
+    """The point with its peaks, found by going through its instructions; ``again`` are the operations as steps."""
     storages, ops = window.storages, window.ops
     available = {*kept, *(number for number, storage in enumerate(storages) if storage.free)}
-    steps = _with_recomputation(window, maker, available)
-    read = {need for step in steps for need in step.needs}
+    steps = _with_recomputation(window, again, maker, available)
+    available.intersection_update(need for step in steps for need in step.needs)
     # What leaves the region is alive throughout backward, whoever reads it.
-    ready = {number: storages[number].size for number in available & read if not storages[number].held}
+    ready = {number: storages[number].size for number in available if not storages[number].held}
     backward_peak = _peak(steps, ready, set(window.returned))
     used: set[int] = set()
-    stack = list(available & read)
+    stack = list(available)
     while stack:
         index = maker[stack.pop()]
         if index not in used:
             used.add(index)
             stack += ops[index].reads
     idle = sum(op.ticks for index, op in enumerate(ops) if op.runs and index not in used)
-    forward = [_run(window, op, set()) for index, op in enumerate(ops) if op.runs or index in used]
-    stays = {*(available & read), *(number for number, storage in enumerate(storages) if storage.crosses)}
-    return _Choice(tuple(sorted(available & read)), *point, idle, _peak(forward, {}, stays), backward_peak)
+    forward = [again[index] for index, op in enumerate(ops) if op.runs or index in used]
+    stays = {*available, *(number for number, storage in enumerate(storages) if storage.crosses)}
+    return _Choice(tuple(sorted(available)), *point, idle, _peak(forward, {}, stays), backward_peak)
 
 
-def _with_recomputation(window: _Window, maker: dict[int, int], available: set[int]) -> list[_Step]:
+def _with_recomputation(
+    window: _Window, again: Sequence[_Step], maker: dict[int, int], available: set[int]
+) -> list[_Step]:
     """Backward with the operations that have to run again, each right before its result is first read."""
     present = set(available)
     steps: list[_Step] = []
     for step in window.backward:
-        missing: set[int] = set()
-        stack = list(step.needs)
-        while stack:
-            storage = stack.pop()
-            if storage not in present and maker[storage] not in missing:
-                missing.add(maker[storage])
-                stack += window.ops[maker[storage]].reads
-        for index in sorted(missing):
-            steps.append(_run(window, window.ops[index], present))
-            present.update(window.ops[index].makes)
+        if not present.issuperset(step.needs):
+            missing: set[int] = set()
+            stack = list(step.needs)
+            while stack:
+                storage = stack.pop()
+                if storage not in present and maker[storage] not in missing:
+                    missing.add(maker[storage])
+                    stack += window.ops[maker[storage]].reads
+            for index in sorted(missing):
+                steps.append(
+                    again[index] if present.isdisjoint(window.ops[index].makes) else _run(window, index, present)
+                )
+                present.update(window.ops[index].makes)
         steps.append(step)
     return steps
 
 
-def _run(window: _Window, op: _Op, present: set[int]) -> _Step:
-    """One operation as a step; those of its results that are ``present`` it makes a second time, for nothing."""
+def _run(window: _Window, index: int, present: set[int]) -> _Step:
+    """An operation as a step; those of its results that are ``present`` it makes a second time, for nothing."""
+    op = window.ops[index]
     makes = tuple((storage, window.storages[storage].size) for storage in op.makes if storage not in present)
     twice = sum(window.storages[storage].size for storage in op.makes if storage in present)
-    return _Step(op.reads, (), makes, op.workspace + twice, op.over)
+    return _Step(op.reads, (), makes, sum(size for _, size in makes), op.workspace + twice, op.over)
 
 
 def _peak(steps: Sequence[_Step], ready: dict[int, int], stays: set[int]) -> int:
     """Highest memory while ``steps`` run, from ``ready`` on; memory dies with its last use unless it ``stays``."""
-    last = {
-        name: index
-        for index, step in enumerate(steps)
-        for name in (*step.needs, *step.reads, *(made for made, _ in step.makes))
-    }
-    dying: list[list[int]] = [[] for _ in steps]
-    for name, index in last.items():
-        if name not in stays:
-            dying[index].append(name)
+    last: dict[int, int] = {}
     sizes = dict(ready)
-    live = peak = sum(sizes.values())
     for index, step in enumerate(steps):
-        sizes.update(step.makes)
-        live += sum(size for _, size in step.makes)
-        replaced = step.over in dying[index] and step.over in sizes
-        peak = max(peak, live + step.workspace - (sizes[step.over] if replaced else 0))
-        live -= sum(sizes.get(name, 0) for name in dying[index])
+        last.update(dict.fromkeys(step.needs, index))
+        last.update(dict.fromkeys(step.reads, index))
+        for name, size in step.makes:
+            last[name] = index
+            sizes[name] = size
+    dying: list[int] = [0] * len(steps)
+    for name, index in last.items():
+        if name in sizes and name not in stays:
+            dying[index] += sizes[name]
+    live = peak = sum(ready.values())
+    for index, step in enumerate(steps):
+        live += step.size
+        high = live + step.workspace
+        if high > peak:
+            if step.over in sizes and last[step.over] == index and step.over not in stays:
+                high -= sizes[step.over]
+            peak = max(peak, high)
+        live -= dying[index]
     return peak

@@ -36,7 +36,7 @@ def rewrite(joint: JointGraph, graph: Graph, program: Program, reschedule: Resch
         reschedule: called in backward when the gradients that arrive differ from those that ``program`` expects.
 
     Returns:
-        A module from the tensors of ``joint.inputs`` to the tensors of ``joint.outputs``.
+        A module from a ``RegionCall`` (or None) and the tensors of ``joint.inputs`` to those of ``joint.outputs``.
     """
     return _Rewriter(joint, graph, program, reschedule).build()
 
@@ -50,6 +50,7 @@ class _Rewriter:
         outer = fx.Graph()
         values: dict[int, fx.Node] = {}
         names: set[str] = set()
+        region_call = outer.placeholder("region_call")
         for index, entry in enumerate(self.joint.inputs):
             name = _identifier(entry.name if entry.kind != "argument" else f"input_{entry.name}")
             values[index] = outer.placeholder(name if name not in names else f"{name}_{index}")
@@ -57,7 +58,7 @@ class _Rewriter:
         for index, segment in enumerate(self.program.segments):
             name = f"segment_{index}_{_identifier(segment.name)}".rstrip("_")
             root.add_module(name, self._segment(index, segment))
-            call = outer.call_module(name, tuple(values[value] for value in segment.inputs))
+            call = outer.call_module(name, (region_call, *(values[value] for value in segment.inputs)))
             for place, value in enumerate(segment.outputs):
                 values[value] = outer.call_function(operator.getitem, (call, place))
         position = {node: index for index, node in enumerate(self.joint.nodes)}
@@ -77,7 +78,7 @@ class _Rewriter:
         requires = [i < len(self.joint.inputs) and self.joint.inputs[i].requires_grad for i in segment.inputs]
         internal = [i >= len(self.joint.inputs) for i in segment.inputs]
         return SegmentModule(
-            forward, specialise, input_count=len(segment.inputs), tangent_outputs=tuple(carrying),
+            forward, specialise, index=index, input_count=len(segment.inputs), tangent_outputs=tuple(carrying),
             constant_outputs=tuple(i for i in range(len(segment.outputs)) if i not in carrying),
             detached=tuple(
                 i for i, slot in enumerate(segment.gradients) if slot < 0 and (requires[i] or internal[i])

@@ -82,14 +82,23 @@ def test_second_backward_without_retain_graph_raises(way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_autograd_grad_of_any_inputs(way: str) -> None:
     def steps(model: nn.Module, x: torch.Tensor) -> Any:
-        first, second, h = model(x)
+        first, second, _ = model(x)
         loss = first.sum() + second.square().mean()
         parameters = list(model.parameters())
-        some = torch.autograd.grad(loss, [x, parameters[0], h], retain_graph=True)
+        some = torch.autograd.grad(loss, [x, parameters[0]], retain_graph=True)
         unused = torch.autograd.grad(first.sum(), parameters, retain_graph=True, allow_unused=True)
         vector = torch.autograd.grad([first, second], parameters, [torch.ones_like(first), second.detach()])
         assert all(p.grad is None for p in parameters)
         return some, unused, vector
+
+    _check(steps, way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradient_of_an_output_that_another_output_comes_from(way: str) -> None:
+    def steps(model: nn.Module, x: torch.Tensor) -> Any:
+        first, _, h = model(x)
+        return torch.autograd.grad(first.square().sum(), [h, x])
 
     _check(steps, way)
 

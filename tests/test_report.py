@@ -33,14 +33,15 @@ def example(budget_mib: int = 60, **options: object) -> Report:
             if not view:
                 sizes.append((1, 0, 2, 3)[index] * MIB)
             node = Node(
-                f"{op.split('.')[1]}_{layer}", op, "forward", (len(nodes) - 1,), (storage,), () if view else (storage,),
+                f"{op.split('.')[1]}_{layer}", op, "forward", inputs=(len(nodes) - 1,), storages=(storage,),
+                allocates=() if view else (storage,),
                 seconds=0.0 if view else 0.01 * (index + 1), view=view, random="dropout" in op,
                 recomputable=not (layer == 5 and "relu" in op), module=f"blocks.{layer}.{op.split('.')[1]}",
                 source=f"net.py:{10 + index}",
             )  # fmt: skip
             nodes.append(node)
     forward = tuple(range(1, len(nodes)))
-    nodes += [Node(f"grad_{value}", "aten.mul.Tensor", "backward", (value,)) for value in forward]
+    nodes += [Node(f"grad_{value}", "aten.mul.Tensor", "backward", inputs=(value,)) for value in forward]
     graph = Graph(
         tuple(nodes), forward, (), (), tuple(sizes), outputs=(forward[-1],), fixed_bytes=10 * MIB, state_bytes=MIB
     )
@@ -182,7 +183,10 @@ def test_reasons_for_kept_values() -> None:
 
 def test_segments_without_modules_or_recomputation_are_printable() -> None:
     graph = Graph(
-        (Node("x", "input", "input", (), (0,), (0,)), Node("y", "aten.exp.default", "forward", (0,), (1,), (1,))),
+        (
+            Node("x", "input", "input", storages=(0,), allocates=(0,)),
+            Node("y", "aten.exp.default", "forward", inputs=(0,), storages=(1,), allocates=(1,)),
+        ),
         (1,), (), (), (4, 4), (1,),
     )  # fmt: skip
     segment = SegmentProgram("s", (0,), (1,), (Step("run", 1),), (), (), (), expected=(), backward=(), gradients=())
