@@ -34,6 +34,7 @@ __all__ = ["Captured", "Decision", "Goal", "build_graph", "capture_region", "dec
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+MAX_SPLITS = 8  # a model with more differentiable outputs (a cache for each layer) is not cut at each of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +159,8 @@ def decide(graph: Graph, goal: Goal, tangents: frozenset[int], floor_bytes: int 
     else:
         frontier = clock.run(goal.strategy, _candidates, goal.strategy, graph, chain, keep_all)
     limit = None if goal.plan is not None else goal.budget_bytes
-    search = _Search(graph, frontier.plans, tangents, floor_bytes)
+    plans = tuple(_split_at_outputs(graph, plan) for plan in frontier.plans)
+    search = _Search(graph, plans, tangents, floor_bytes)
     chosen = clock.run("schedule", search.first if limit is None else search.cheapest_within, limit or 0)
     if chosen is None and not goal.best_effort:
         raise _infeasible(goal, graph, *search.smallest())
@@ -271,6 +273,28 @@ def _keep_everything(graph: Graph, chain: Chain) -> Plan:
         values = [graph.nodes[value] for value in graph.forward[stage.start : stage.stop]]
         segments.append(Segment(stage.start, stage.stop, tuple(node.name for node in values if not node.container)))
     return Plan("none", tuple(segments))
+
+
+def _split_at_outputs(graph: Graph, plan: Plan) -> Plan:
+    """Cut segments right behind each differentiable output.
+
+    Then an output that later layers read is the very tensor that they read, so that gradients with respect to it can be
+    asked for; and a head whose output gets no gradient is a segment that backward never enters, as in eager.
+    """
+    position = {value: index for index, value in enumerate(graph.forward)}
+    ends = {position[slot.value] + 1 for slot in graph.slots if slot.tangent >= 0 and slot.value in position}
+    blocked = {index for low, high in graph.forbidden for index in range(low + 1, high + 1)}
+    ends -= blocked
+    if len(ends) > MAX_SPLITS:
+        return plan
+    segments: list[Segment] = []
+    for segment in plan.segments:
+        cuts_inside = sorted(end for end in ends if segment.start < end < segment.stop and not segment.inner)
+        for start, stop in zip([segment.start, *cuts_inside], [*cuts_inside, segment.stop], strict=True):
+            names = {graph.nodes[value].name for value in graph.forward[start:stop]}
+            kept = tuple(name for name in segment.kept if name in names)
+            segments.append(dataclasses.replace(segment, start=start, stop=stop, kept=kept))
+    return dataclasses.replace(plan, segments=tuple(segments))
 
 
 def _named(graph: Graph, segments: tuple[Segment, ...]) -> tuple[Segment, ...]:

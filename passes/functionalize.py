@@ -16,12 +16,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.func import functionalize as torch_functionalize
 
 from fxckpt import _torch
+from fxckpt.device import is_view
 from fxckpt.errors import CaptureError
 from fxckpt.joint import Edge, JointGraph, RegionInput, Trace, bernoulli_like, sum_gradients
 
 __all__ = ["functionalize"]
 
 aten = torch.ops.aten
+NEAR = 4  # a view of a parameter and a reader this close behind it are not cut apart
 STATISTICS = {  # training-mode normalisations: positions of the running statistics that the kernel updates
     aten.native_batch_norm.default: (3, 4),
     aten.cudnn_batch_norm.default: (3, 4),
@@ -77,7 +79,9 @@ class _SecondPass:
             self.by_consumer.setdefault(consumer, []).append((argument, edge))
         placeholders = [node for node in trace.graph_module.graph.nodes if node.op == "placeholder"]
         fakes = [node.meta["val"].detach() for node in placeholders]
-        with placeholders[0].meta["val"].fake_mode, torch.no_grad():
+        # The trace holds every cast already; autocast would add its own to the operators as they are run again.
+        off = torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False)
+        with placeholders[0].meta["val"].fake_mode, torch.no_grad(), off[0], off[1]:
             module = make_fx(self._run)(*fakes)
         assert isinstance(module, fx.GraphModule)
         self.module, self.graph = module, module.graph
@@ -374,7 +378,12 @@ class _Assembly:
         for slot, value in enumerate(self.slot_values):
             if self.slot_owner[slot] >= 0 and value is not None:
                 forbid(places[self.slot_owner[slot]], self._value_position(value, places[self.slot_owner[slot]]))
+        given = {node for node in self.second.graph.nodes if node.op == "placeholder"}
         for node, place in self.position.items():
+            if is_view(node.target) and given.issuperset(node.all_input_nodes):  # stays with its first reader
+                after = min((self.position[user] for user in node.users if user in self.position), default=place)
+                if place < after <= place + NEAR:
+                    forbid(place, after)
             if isinstance(node.meta.get("val"), (tuple, list)):
                 forbid(place, max((self.position.get(user, place) for user in node.users), default=place))
         return sorted(ranges)

@@ -87,7 +87,7 @@ class _Choice(NamedTuple):
     backward_peak: int
 
 
-def menu(graph: Graph, chain: Chain, widest: int = 1, most: int = 16) -> tuple[tuple[MenuPoint, ...], ...]:
+def menu(graph: Graph, chain: Chain, widest: int = 6, most: int = 16) -> tuple[tuple[MenuPoint, ...], ...]:
     """For each stage the points of every window of up to ``widest`` stages that starts with it.
 
     A point is a set of kept values that no other set, and no mixture of two, beats in both kept bytes and extra

@@ -45,6 +45,10 @@ class _Context:
         self.position = {value: index for index, value in enumerate(graph.forward)}
         self.by_name = {node.name: index for index, node in enumerate(graph.nodes)}
         self.required = set(graph.required)
+        given = {storage for node in graph.nodes if node.phase == "input" for storage in node.storages}
+        self.input_views = {
+            value for value in graph.forward if graph.nodes[value].view and given.issuperset(graph.nodes[value].storages)
+        }  # made again from the input itself, whose version autograd watches; a saved view would hide a change
         self.first_total = len(graph.nodes)
         self.items: dict[int, list[int]] = {}
         for value in graph.forward:
@@ -116,7 +120,7 @@ class _Backward:
         asked: set[int] = set()
         for inner in reversed(chain):
             probe = _Backward(context, inner.start, inner.stop)
-            kept = {context.by_name[name] for name in inner.kept}
+            kept = {context.by_name[name] for name in inner.kept} - context.input_views
             outgoing = {value for value in asked if self.inside(value, inner.start, inner.stop)}
             probe.available = kept | outgoing
             probe.run(inner)
@@ -258,8 +262,8 @@ class _SegmentLowering:
     def lower(self) -> SegmentProgram:
         graph, later = self.graph, self.later
         outputs = {value for value in later.forward | later.backward if self._inside(value)}
-        kept = {self.context.by_name[name] for name in self.segment.kept}
-        free = {v for v in outputs if v in later.backward or graph.nodes[v].keepable}
+        kept = {self.context.by_name[name] for name in self.segment.kept} - self.context.input_views
+        free = {v for v in outputs - self.context.input_views if v in later.backward or graph.nodes[v].keepable}
         tangents = self._tangents(outputs)
         backward = self._backward(self.context, (kept | free) - {v for v in kept if graph.nodes[v].container}, tangents)
         saved = (backward.read & (kept | free)) | set(backward.forced)
