@@ -115,7 +115,9 @@ def _vision(config: str, model: str, options: dict[str, Any], side: int = 32) ->
 
 
 _VIT = {"image_size": 32, "patch_size": 8, "num_labels": 10}
-_VIT.update({key: SMALL[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")})
+_VIT.update(
+    {key: SMALL[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")}
+)
 _T5 = {"vocab_size": 99, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, **TOKENS}
 _BART = {
     "vocab_size": 99, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fnmatch
+import inspect
 import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -10,10 +13,12 @@ from torch import fx, nn
 
 from fxckpt.device import find_device
 from fxckpt.errors import FxckptError, InvalidArgumentError
-from fxckpt.model import Entry, Planner, Settings, make_planned, plain_view, planner_of
+from fxckpt.model import make_planned, plain_view, planner_of
 from fxckpt.optimizer import optimizer_state_bytes
 from fxckpt.plan import Plan
+from fxckpt.planner import Outcome, Planner, Settings
 from fxckpt.report import Report
+from fxckpt.report_regions import RegionsReport
 from fxckpt.units import gib_to_bytes
 
 __all__ = ["STRATEGIES", "auto_checkpoint", "get_graph_module", "get_plan", "get_report", "make_plan"]
@@ -33,6 +38,9 @@ def auto_checkpoint(
     on_infeasible: Literal["raise", "best"] = "raise",
     plan: Plan | None = None,
     verbose: int = 0,
+    leave: Sequence[str] = (),
+    regions: Sequence[str] = (),
+    max_signatures: int = 16,
 ) -> nn.Module:
     """Make ``model`` train within a memory budget, with the same numbers bit for bit.
 
@@ -52,6 +60,11 @@ def auto_checkpoint(
         on_infeasible: ``"raise"``, or ``"best"`` to take the plan with the smallest peak, with a warning.
         plan: a plan made by :func:`make_plan` for the same model and inputs; no other is sought.
         verbose: print the report of every plan if not 0.
+        leave: paths of modules (``"encoder.attn"``, or patterns like ``"layers.*.router"``) that stay as they are; what
+            is around them is planned in regions.
+        regions: paths or patterns of the modules to plan; nothing else is. Empty means the whole model or, where that
+            cannot be captured, its largest submodules that can.
+        max_signatures: how many kinds of input keep their plans; the least recently planned goes first.
 
     Returns:
         A model of the same class; ``state_dict`` keys, hooks and attributes are the same.
@@ -63,8 +76,10 @@ def auto_checkpoint(
         PlanMismatchError: ``plan`` belongs to another model or other inputs.
     """
     settings = _settings(
-        model, budget_gb, strategy, optimizer, reserve_gb, on_infeasible, plan, verbose
+        model, budget_gb, strategy, optimizer, reserve_gb, on_infeasible, plan
     )  # fmt: skip
+    settings.verbose, settings.max_signatures = verbose, max_signatures
+    settings.leave, settings.regions = _paths(model, leave), _paths(model, regions)
     planned = make_planned(model, Planner(settings))
     if example_args or example_kwargs:
         _plan_now(planned, example_args, example_kwargs or {})
@@ -104,33 +119,33 @@ def get_plan(model: nn.Module) -> Plan:
     Raises:
         FxckptError: nothing has been planned yet, or the model is not such a result.
     """
-    return _latest(model).decision.plan
+    return _latest(model).plan
 
 
-def get_report(model: nn.Module) -> Report:
+def get_report(model: nn.Module) -> Report | RegionsReport:
     """The report of the plan that ``model`` made last; ``print`` it. Arguments and errors as in :func:`get_plan`."""
-    _latest(model)
-    return planner_of(model).report()
+    return _latest(model).report
 
 
 def get_graph_module(model: nn.Module) -> fx.GraphModule:
     """The rewritten graph that ``model`` planned last. Arguments and errors as in :func:`get_plan`."""
-    return _latest(model).graph_module
+    entry = _latest(model).entry
+    if entry is None:
+        raise FxckptError("the model was not captured whole; its regions are in get_report(model)")
+    return entry.graph_module
 
 
-def _latest(model: nn.Module) -> Entry:
+def _latest(model: nn.Module) -> Outcome:
     try:
-        entry = planner_of(model).latest
+        planner = planner_of(model)
     except TypeError as error:
         raise InvalidArgumentError(str(error)) from error
-    if entry is None:
-        raise FxckptError("nothing is planned yet: pass example inputs or run one training step first")
-    return entry
+    return planner.outcome()
 
 
 def _settings(
     model: nn.Module, budget_gb: float | None, strategy: str, optimizer: torch.optim.Optimizer | None,
-    reserve_gb: float, on_infeasible: str, plan: Plan | None, verbose: int,
+    reserve_gb: float, on_infeasible: str, plan: Plan | None,
 ) -> Settings:  # fmt: skip
     if not isinstance(model, nn.Module):
         raise InvalidArgumentError(f"model must be a torch.nn.Module, not {type(model).__name__}")
@@ -152,8 +167,18 @@ def _settings(
     return Settings(
         strategy=strategy if plan is None else plan.strategy, budget_bytes=budget, reserve_bytes=gib_to_bytes(reserve_gb),
         best_effort=on_infeasible == "best", plan=plan, device=find_device(device),
-        optimizer_bytes=optimizer_state_bytes(optimizer), verbose=verbose,
+        optimizer_bytes=optimizer_state_bytes(optimizer),
     )  # fmt: skip
+
+
+def _paths(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(patterns, str):
+        raise InvalidArgumentError(f"give module paths as a tuple: ({patterns!r},)")
+    paths = [path for path, _ in model.named_modules()]
+    for pattern in patterns:
+        if not fnmatch.filter(paths, pattern):
+            raise InvalidArgumentError(f"no module of {type(model).__name__} matches {pattern!r}")
+    return tuple(patterns)
 
 
 def _default_budget(model: nn.Module, device: torch.device) -> int:
@@ -183,8 +208,6 @@ def _plan_now(planned: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _check_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    import inspect
-
     try:
         inspect.signature(model.forward).bind(*args, **kwargs)
     except TypeError as error:

@@ -1,81 +1,30 @@
-"""Wires the passes: capture once, then decide, lower, simulate and rewrite. Names and times each step."""
+"""Wires the passes that touch torch graphs: capture and functionalize, score, and at the end rewrite."""
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import logging
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import fx, nn
 
+from fxckpt.clock import Clock
+from fxckpt.decide import Decision
 from fxckpt.device import Device
-from fxckpt.errors import BudgetInfeasibleError, FxckptError, PassError, PlanMismatchError
 from fxckpt.joint import JointGraph
 from fxckpt.passes.capture import capture
 from fxckpt.passes.cost import cost
-from fxckpt.passes.cuts import cuts
-from fxckpt.passes.dp import dp
 from fxckpt.passes.functionalize import functionalize
-from fxckpt.passes.menu import menu
 from fxckpt.passes.rewrite import rewrite
 from fxckpt.passes.schedule import schedule
-from fxckpt.passes.simulate import simulate
-from fxckpt.passes.sqrtn import sqrtn
-from fxckpt.plan import Chain, Frontier, Graph, Plan, Program, Segment, SegmentProgram, Timeline
-from fxckpt.units import GIB, format_bytes
+from fxckpt.plan import Graph, Plan, SegmentProgram
 from fxckpt.workspace import measure_workspaces
 
-__all__ = ["Captured", "Decision", "Goal", "build_graph", "capture_region", "decide", "emit"]
+__all__ = ["Captured", "build_graph", "capture_region", "emit"]
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
-MAX_SPLITS = 8  # a model with more differentiable outputs (a cache for each layer) is not cut at each of them
-
-
-@dataclass(frozen=True, slots=True)
-class Goal:
-    """What the user asked for.
-
-    Attributes:
-        strategy: ``"dp"``, ``"sqrtn"`` or ``"none"``.
-        budget_bytes: whole-step peak, None for no limit.
-        best_effort: take the plan with the smallest peak if none fits.
-        plan: a plan to use instead of solving.
-        name: of the model, for messages.
-        inputs: of the model, for messages.
-    """
-
-    strategy: str
-    budget_bytes: int | None
-    best_effort: bool = False
-    plan: Plan | None = None
-    name: str = "the model"
-    inputs: str = ""
-
-
-class Clock:
-    """Runs passes one by one: logs, times, and names the one that fails."""
-
-    def __init__(self) -> None:
-        self.seconds: list[tuple[str, float]] = []
-
-    def run(self, name: str, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        start = time.perf_counter()
-        try:
-            result = function(*args, **kwargs)
-        except FxckptError:
-            raise
-        except Exception as error:
-            done = ", ".join(step for step, _ in self.seconds) or "none"
-            raise PassError(f"pass {name!r} failed (passes before it: {done}): {type(error).__name__}: {error}") from error
-        self.seconds.append((name, time.perf_counter() - start))
-        log.debug("%s: %.3f s", *self.seconds[-1])
-        return result
 
 
 @dataclass(slots=True)
@@ -86,21 +35,6 @@ class Captured:
     clock: Clock
     tangents: frozenset[int] = frozenset()
     workspaces: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class Decision:
-    """A plan with all that led to it."""
-
-    graph: Graph
-    chain: Chain
-    plan: Plan
-    program: Program
-    timeline: Timeline
-    plain: Timeline
-    min_peak_bytes: int
-    tangents: frozenset[int]
-    seconds: list[tuple[str, float]] = field(default_factory=list)
 
 
 def capture_region(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
@@ -132,194 +66,6 @@ def _likely_tangents(joint: JointGraph) -> frozenset[int]:
 def build_graph(captured: Captured, device: Device, **options: Any) -> Graph:
     """Score the captured graph; ``options`` go to the cost pass."""
     return captured.clock.run("cost", cost, captured.joint, device, workspaces=captured.workspaces, **options)
-
-
-def decide(graph: Graph, goal: Goal, tangents: frozenset[int], floor_bytes: int = 0) -> Decision:
-    """Find the cheapest plan of ``goal.strategy`` whose simulated peak is within the budget.
-
-    Args:
-        graph: the joint graph with costs.
-        goal: strategy and budget.
-        tangents: slots of outputs that get a gradient.
-        floor_bytes: peak of the part of the step that no plan changes (the optimizer's own step).
-
-    Raises:
-        BudgetInfeasibleError: no plan fits.
-        PlanMismatchError: ``goal.plan`` belongs to another graph.
-    """
-    clock = Clock()
-    chain = clock.run("cuts", cuts, graph)
-    fingerprint = _fingerprint(graph)
-    keep_all = _keep_everything(graph, chain)
-    plain = clock.run("simulate", _simulated, graph, keep_all, tangents)[1]
-    if goal.plan is not None:
-        if goal.plan.fingerprint not in ("", fingerprint):
-            raise PlanMismatchError("the plan was made for another model or another input signature")
-        frontier = Frontier((goal.plan,))
-    else:
-        frontier = clock.run(goal.strategy, _candidates, goal.strategy, graph, chain, keep_all)
-    limit = None if goal.plan is not None else goal.budget_bytes
-    plans = tuple(_split_at_outputs(graph, plan) for plan in frontier.plans)
-    search = _Search(graph, plans, tangents, floor_bytes)
-    chosen = clock.run("schedule", search.first if limit is None else search.cheapest_within, limit or 0)
-    if chosen is None and not goal.best_effort:
-        raise _infeasible(goal, graph, *search.smallest())
-    plan, program, timeline = chosen or search.smallest()
-    smallest = search.smallest()[2].peak_bytes
-    plan = dataclasses.replace(
-        plan, fingerprint=fingerprint, budget_bytes=goal.budget_bytes or 0, segments=_named(graph, plan.segments),
-        peak_bytes=max(timeline.peak_bytes, floor_bytes), extra_seconds=timeline.recompute_seconds,
-    )  # fmt: skip
-    program = Program(
-        tuple(dataclasses.replace(p, name=s.name) for p, s in zip(program.segments, plan.segments, strict=True))
-    )
-    return Decision(
-        graph, chain, plan, program, timeline, plain, max(smallest, floor_bytes), tangents, clock.seconds
-    )  # fmt: skip
-
-
-Candidate = tuple[Plan, Program, Timeline]
-
-
-def _simulated(graph: Graph, plan: Plan, tangents: frozenset[int]) -> tuple[Program, Timeline]:
-    program = schedule(graph, plan, tangents)
-    return program, simulate(graph, program, tangents)
-
-
-def _candidates(strategy: str, graph: Graph, chain: Chain, keep_all: Plan) -> Frontier:
-    if strategy == "none":
-        return Frontier((keep_all,))
-    if strategy == "sqrtn":
-        return sqrtn(graph, chain)
-    frontier = dp(graph, chain, menu(graph, chain))
-    return Frontier((dataclasses.replace(keep_all, strategy="dp"), *frontier.plans))
-
-
-class _Search:
-    """Finds the cheapest of the candidates that fits, simulating few of them.
-
-    Candidates come cheapest first, and with falling price the simulated peak rises, all but exactly: the search halves
-    the list and then looks at the neighbours on both sides. The last few candidates are always looked at before a
-    budget is refused, so that the smallest peak among them is a budget that succeeds.
-    """
-
-    AROUND = 4
-    LAST = 8
-
-    def __init__(self, graph: Graph, plans: tuple[Plan, ...], tangents: frozenset[int], floor_bytes: int) -> None:
-        self.graph, self.plans, self.tangents, self.floor_bytes = graph, plans, tangents, floor_bytes
-        self.known: dict[int, Candidate] = {}
-
-    def at(self, index: int) -> Candidate:
-        if index not in self.known:
-            plan = self.plans[index]
-            self.known[index] = (plan, *_simulated(self.graph, plan, self.tangents))
-        return self.known[index]
-
-    def fits(self, index: int, limit: int) -> bool:
-        return max(self.at(index)[2].peak_bytes, self.floor_bytes) <= limit
-
-    def first(self, _: int) -> Candidate:
-        return self.at(0)
-
-    def cheapest_within(self, limit: int) -> Candidate | None:
-        low, high = 0, len(self.plans)
-        while low < high:
-            middle = (low + high) // 2
-            if self.fits(middle, limit):
-                high = middle
-            else:
-                low = middle + 1
-        near = range(max(0, low - self.AROUND), min(len(self.plans), low + self.AROUND + 1))
-        last = range(max(0, len(self.plans) - self.LAST), len(self.plans))
-        for group in (near, last):
-            fitting = [self.at(index) for index in group if self.fits(index, limit)]
-            if fitting:
-                return min(fitting, key=lambda c: (c[2].recompute_seconds, c[2].peak_bytes))
-        return None
-
-    def smallest(self) -> Candidate:
-        """The candidate with the smallest peak among the last ones."""
-        last = range(max(0, len(self.plans) - self.LAST), len(self.plans))
-        return min((self.at(index) for index in last), key=lambda c: (c[2].peak_bytes, c[2].recompute_seconds))
-
-
-def _infeasible(
-    goal: Goal, graph: Graph, plan: Plan, program: Program, timeline: Timeline
-) -> BudgetInfeasibleError:
-    smallest = timeline.peak_bytes
-    label = timeline.labels[timeline.peak_index]
-    node = next((node for node in graph.nodes if node.name == label[2]), None)
-    fixed = graph.fixed_bytes + sum(
-        slot.bytes for slot in graph.slots if slot.owner == -1 and graph.fresh_gradients
-    )
-    lines = [
-        f"no plan fits {format_bytes(goal.budget_bytes or 0)} for {goal.name}{' on ' + goal.inputs if goal.inputs else ''}.",
-        f"  smallest reachable peak  {format_bytes(smallest)}",
-        f"  fixed                    {format_bytes(fixed)}  parameters, gradients, buffers, inputs, optimizer",
-        f"  largest segment          {format_bytes(max(timeline.segment_peaks) - graph.fixed_bytes)}  "
-        f"{node.module + ', ' + node.source if node is not None and node.source else label[2]}",
-        f"  Try: budget_gb={-(-smallest * 1000 // GIB) / 1000:g}, or a smaller batch.",
-    ]
-    return BudgetInfeasibleError(
-        "\n".join(lines), budget_bytes=goal.budget_bytes or 0, min_peak_bytes=smallest, fixed_bytes=fixed
-    )
-
-
-def _keep_everything(graph: Graph, chain: Chain) -> Plan:
-    """Stage by stage, nothing is recomputed."""
-    segments = []
-    for stage in chain.stages:
-        values = [graph.nodes[value] for value in graph.forward[stage.start : stage.stop]]
-        segments.append(Segment(stage.start, stage.stop, tuple(node.name for node in values if not node.container)))
-    return Plan("none", tuple(segments))
-
-
-def _split_at_outputs(graph: Graph, plan: Plan) -> Plan:
-    """Cut segments right behind each differentiable output.
-
-    Then an output that later layers read is the very tensor that they read, so that gradients with respect to it can be
-    asked for; and a head whose output gets no gradient is a segment that backward never enters, as in eager.
-    """
-    position = {value: index for index, value in enumerate(graph.forward)}
-    ends = {position[slot.value] + 1 for slot in graph.slots if slot.tangent >= 0 and slot.value in position}
-    blocked = {index for low, high in graph.forbidden for index in range(low + 1, high + 1)}
-    ends -= blocked
-    if len(ends) > MAX_SPLITS:
-        return plan
-    segments: list[Segment] = []
-    for segment in plan.segments:
-        cuts_inside = sorted(end for end in ends if segment.start < end < segment.stop and not segment.inner)
-        for start, stop in zip([segment.start, *cuts_inside], [*cuts_inside, segment.stop], strict=True):
-            names = {graph.nodes[value].name for value in graph.forward[start:stop]}
-            kept = tuple(name for name in segment.kept if name in names)
-            segments.append(dataclasses.replace(segment, start=start, stop=stop, kept=kept))
-    return dataclasses.replace(plan, segments=tuple(segments))
-
-
-def _named(graph: Graph, segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
-    return tuple(
-        dataclasses.replace(s, name=s.name or _segment_name(graph, s), inner=_named(graph, s.inner)) for s in segments
-    )
-
-
-def _segment_name(graph: Graph, segment: Segment) -> str:
-    """Module paths of the first and the last operation, shortened to their common part if there is one."""
-    modules = [graph.nodes[value].module for value in graph.forward[segment.start : segment.stop]]
-    modules = [module for module in modules if module]
-    if not modules:
-        return ""
-    first, last = modules[0], modules[-1]
-    return first if first == last else f"{first} .. {last}"
-
-
-def _fingerprint(graph: Graph) -> str:
-    """Of structure and sizes, not of costs: a plan made for one device's speed may run on another's."""
-    digest = hashlib.sha256()
-    for node in graph.nodes:
-        digest.update(repr((node.name, node.op, node.inputs, node.storages)).encode())
-    digest.update(repr(graph.storage_bytes).encode())
-    return digest.hexdigest()[:16]
 
 
 def emit(captured: Captured, decision: Decision) -> fx.GraphModule:

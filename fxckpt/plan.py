@@ -241,6 +241,7 @@ class Plan:
         budget_bytes: whole-step peak that was asked for, 0 without a budget.
         peak_bytes: predicted whole-step peak.
         extra_seconds: predicted time of recomputation.
+        regions: for a model that is not captured whole, (module path, plan) of each region; ``segments`` is then empty.
     """
 
     strategy: str
@@ -249,6 +250,7 @@ class Plan:
     budget_bytes: int = 0
     peak_bytes: int = 0
     extra_seconds: float = 0.0
+    regions: tuple[tuple[str, Plan], ...] = ()
 
     def to_json(self, indent: int | None = 2) -> str:
         """The plan as JSON text; :meth:`from_json` reads it back."""
@@ -265,10 +267,15 @@ class Plan:
             data: dict[str, Any] = json.loads(text)
             if data.pop("format") != PLAN_FORMAT:
                 raise PlanMismatchError(f"the plan has another format than {PLAN_FORMAT}; make it anew")
-            data["segments"] = tuple(_segment(entry) for entry in data["segments"])
-            return cls(**data)
+            return _plan(data)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise PlanMismatchError(f"not a fxckpt plan: {error}") from error
+
+
+def _plan(data: dict[str, Any]) -> Plan:
+    segments = tuple(_segment(entry) for entry in data["segments"])
+    regions = tuple((path, _plan(plan)) for path, plan in data.get("regions", ()))
+    return Plan(**{**data, "segments": segments, "regions": regions})
 
 
 def _segment(data: dict[str, Any]) -> Segment:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from fxckpt.errors import CaptureError
+from fxckpt.snapshot import RandomState
 
-__all__ = ["HeldTensor", "ModuleState", "contains_tensor", "find_tensors"]
+__all__ = ["HeldTensor", "ModuleState", "contains_tensor", "find_tensors", "unchanged"]
 
 PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 SIMPLE = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
@@ -100,6 +101,29 @@ class ModuleState:
         finally:
             for (_, module), snapshot in zip(self.modules, before, strict=True):
                 _restore(module, snapshot)
+
+
+@contextlib.contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Run something with ``model`` and leave no trace: buffers, attributes, gradients and random streams are restored."""
+    modules = list(model.modules())
+    before = [_snapshot(module) for module in modules]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    generators = [v for module in modules for v in vars(module).values() if isinstance(v, torch.Generator)]
+    states = [(generator, generator.get_state()) for generator in generators]
+    random_state = RandomState.now()
+    try:
+        yield
+    finally:
+        for module, snapshot in zip(modules, before, strict=True):
+            _restore(module, snapshot)
+        with torch.no_grad():
+            for buffer, value in buffers:
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
+        for generator, state in states:
+            generator.set_state(state)
+        random_state.restore()
 
 
 def _snapshot(module: nn.Module) -> dict[str, Any]:

@@ -68,7 +68,7 @@ class _Move(NamedTuple):
 def dp(graph: Graph, chain: Chain, menus: Sequence[Sequence[MenuPoint]], slots: int = 0) -> Frontier:
     """Plans for all amounts of memory, the cheapest first; they do not depend on any budget.
 
-    Memory is cut into ``slots`` (by default 500, fewer for long chains), once from nothing to what keeping
+    Memory is cut into ``slots`` (by default 600, fewer for long chains), once from nothing to what keeping
     everything takes and once more finely near the least that a plan can do with. Bytes are rounded to the nearest
     slot, so peaks are close but not exact: whoever chooses among the plans has to simulate them.
     O(L^2 (L + K) S) time and O(L^2 S) memory for L stages, K menu points per stage and S slots.
@@ -77,7 +77,7 @@ def dp(graph: Graph, chain: Chain, menus: Sequence[Sequence[MenuPoint]], slots: 
     """
     costs = _costs(graph, chain)
     count = len(chain.stages)
-    solver = _Solver(costs, menus, slots or max(120, min(500, 32_000 // max(count, 1))))
+    solver = _Solver(costs, menus, slots or max(200, min(600, 60_000 // max(count, 1))))
     widest = tuple(_Move(a, a + 1, 0, ()) for a in range(count))
     top = solver.peak(widest, count)
     moves = {widest: None, **dict.fromkeys(solver.solve(top))}

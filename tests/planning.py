@@ -35,7 +35,12 @@ def everything_recomputed(model: nn.Module, args: tuple[Any, ...], kwargs: dict[
         kwargs: example inputs.
         whole: one segment over the whole forward instead of the planner's segments.
     """
-    plan = make_plan(model, *args, example_kwargs=kwargs, strategy="none")
+    return _forgetful(make_plan(model, *args, example_kwargs=kwargs, strategy="none"), whole)
+
+
+def _forgetful(plan: Plan, whole: bool) -> Plan:
+    if plan.regions:
+        return dataclasses.replace(plan, regions=tuple((path, _forgetful(part, whole)) for path, part in plan.regions))
     if whole:
         segments: tuple[Segment, ...] = (Segment(plan.segments[0].start, plan.segments[-1].stop, name="all"),)
     else:

@@ -1,0 +1,257 @@
+"""Plans a model for each kind of call and runs the planned graphs."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
+
+from fxckpt import _torch
+from fxckpt.decide import Decision, Goal, Options, decide
+from fxckpt.device import Device
+from fxckpt.double import DoubleReplay
+from fxckpt.errors import CaptureError, FxckptError, PassError
+from fxckpt.joint import JointGraph
+from fxckpt.pipeline import Captured, build_graph, capture_region, emit
+from fxckpt.plan import Plan
+from fxckpt.regions import RegionUse, Regions, combined_plan, thin
+from fxckpt.report import Report, build_report
+from fxckpt.report_regions import RegionsReport
+from fxckpt.runtime import RegionCall
+from fxckpt.signature import Call, read_call
+from fxckpt.state import ModuleState, unchanged
+from fxckpt.template import Template
+
+__all__ = ["Planner", "Settings"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Settings:
+    """Options of ``auto_checkpoint`` as they are needed at planning time; ``known`` are plans by fingerprint."""
+
+    strategy: str
+    budget_bytes: int | None
+    reserve_bytes: int
+    best_effort: bool
+    plan: Plan | None
+    device: Device
+    optimizer_bytes: int = 0
+    max_signatures: int = 16
+    verbose: int = 0
+    leave: tuple[str, ...] = ()
+    regions: tuple[str, ...] = ()
+    known: dict[str, Plan] = field(default_factory=dict)
+
+
+class Entry:
+    """A planned graph for one kind of call, with what is needed to run it."""
+
+    def __init__(self, captured: Captured, decision: Decision, graph_module: fx.GraphModule, state: ModuleState) -> None:
+        self.decision, self.graph_module = decision, graph_module
+        self.replay = DoubleReplay(captured.joint, decision.graph, decision.program)
+        joint = captured.joint
+        self.state_places = [held.places[0] for held in state.tensors]
+        count = len(self.state_places)
+        self.argument_indices = [int(i.name) for i in joint.inputs[count:] if i.kind == "argument"]
+        self.constants = list(joint.constants.values())
+        places = {id(fake): index for index, fake in enumerate(joint.fakes)}
+        self.output = Template(joint.output, places)
+        modules = dict(state.modules)
+        self.assigned = [(modules[path], name, Template(value, places)) for path, name, value in joint.assigned]
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One forward."""
+        return self.run(pytree.tree_leaves((args, kwargs)))
+
+    def run(self, leaves: list[Any]) -> Any:
+        """One forward from flat inputs."""
+        tensors = [entries[key] for entries, key in self.state_places]
+        tensors += [leaves[index] for index in self.argument_indices]
+        tensors += self.constants
+        results: list[Tensor] = self.graph_module(RegionCall(self.replay, tensors), *tensors)
+        for module, name, template in self.assigned:
+            setattr(module, name, template.fill(results))
+        return self.output.fill(results)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What planning a call led to: a plan, its report, and for a model captured whole the entry that runs it."""
+
+    plan: Plan
+    report: Report | RegionsReport
+    entry: Entry | None = None
+
+
+class Planner:
+    """Plans a model per input signature and runs the planned graphs. One per returned model."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.outcomes: OrderedDict[Any, Outcome] = OrderedDict()
+        self.captures: OrderedDict[Any, tuple[Captured, ModuleState]] = OrderedDict()
+        self.regions: Regions | None = None
+        self.lock = threading.RLock()
+        self.latest: Outcome | None = None
+
+    def run(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Forward of ``model`` (the plain view)."""
+        if not torch.is_grad_enabled() or not model.training or _torch.functorch_active():
+            return model.forward(*args, **kwargs)
+        if self.regions is not None and self.regions.settled:
+            return self.regions.run(model, args, kwargs)
+        call = read_call(model, args, kwargs)
+        outcome = self.outcomes.get(call.key) or self.plan(model, args, kwargs, call)
+        if outcome.entry is not None:
+            return outcome.entry.run(call.leaves)
+        assert self.regions is not None
+        return self.regions.run(model, args, kwargs)
+
+    def plan(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call | None = None) -> Outcome:
+        """Plan for these inputs, or return what was planned before."""
+        call = call or read_call(model, args, kwargs)
+        with self.lock:
+            outcome = self.outcomes.get(call.key)
+            if outcome is None:
+                outcome = self._plan(model, args, kwargs, call)
+                self.outcomes[call.key] = outcome
+                while len(self.outcomes) > self.settings.max_signatures:
+                    self.outcomes.popitem(last=False)
+            self.latest = outcome
+            return outcome
+
+    def outcome(self) -> Outcome:
+        """The latest plan with its report.
+
+        Raises:
+            FxckptError: nothing has been planned yet.
+        """
+        if self.latest is None:
+            raise FxckptError("nothing is planned yet: pass example inputs or run one training step first")
+        return self.latest
+
+    def _plan(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> Outcome:
+        settings = self.settings
+        if settings.leave or settings.regions:
+            return self._plan_regions(model, args, kwargs, CaptureError("asked to leave modules out", reason="as asked"))
+        try:
+            captured, state = self._captured(model, args, kwargs, call)
+        except CaptureError as error:
+            return self._plan_regions(model, args, kwargs, error)
+        graph = build_graph(
+            captured, settings.device, fresh_gradients=not call.has_gradients,
+            extra_fixed=_extra_fixed(model, settings),
+        )  # fmt: skip
+        decision = decide(graph, self._goal(model, _inputs_text(captured.joint)), captured.tangents)
+        settings.known[decision.plan.fingerprint] = decision.plan
+        entry = Entry(captured, decision, emit(captured, decision), state)
+        report = _report(type(model).__name__, captured, decision)
+        return self._done(model, Outcome(decision.plan, report, entry))
+
+    def _done(self, model: nn.Module, outcome: Outcome) -> Outcome:
+        log.info("planned %s: peak %d bytes", type(model).__name__, outcome.plan.peak_bytes)
+        if self.settings.verbose:
+            print(outcome.report)
+        return outcome
+
+    def _captured(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call
+    ) -> tuple[Captured, ModuleState]:
+        known = self.captures.get(call.structure)
+        if known is None:
+            try:
+                known = capture_region(module, args, kwargs), ModuleState.collect(module)
+            except PassError as error:
+                raise CaptureError(str(error), reason=str(error)) from error
+            self.captures[call.structure] = known
+            while len(self.captures) > 4 * self.settings.max_signatures:
+                self.captures.popitem(last=False)
+        return known
+
+    def _goal(self, model: nn.Module, inputs: str) -> Goal:
+        settings = self.settings
+        budget = None if settings.budget_bytes is None else settings.budget_bytes - settings.reserve_bytes
+        plan, settings.plan = settings.plan, None  # a given plan is for the first signature
+        return Goal(settings.strategy, budget, settings.best_effort, plan, type(model).__name__, inputs)
+
+    # -- models that are not captured whole ------------------------------------------------------------------------
+
+    def _plan_regions(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: CaptureError
+    ) -> Outcome:
+        goal = self._goal(model, "")
+        given = {path: plan for path, plan in goal.plan.regions} if goal.plan is not None else {}
+
+        def make(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> RegionUse:
+            return self._region(path, module, args, kwargs, call, given)
+
+        regions = Regions(make, read_call, goal, self.settings.leave, self.settings.regions)
+        with unchanged(model):
+            regions.run(model, args, kwargs)
+        if not regions.uses:
+            raise error
+        held = ModuleState.collect(model)
+        base = _bytes([*(item.tensor for item in held.tensors), *pytree.tree_leaves((args, kwargs))])
+        extra = sum(size for _, size in _extra_fixed(model, self.settings))
+        missing = sum(_bytes([p]) for p in model.parameters() if p.requires_grad and p.grad is None)
+        peak = regions.allocate(base + extra, missing)
+        self.regions = regions
+        title = f"{type(model).__name__}, in regions, train"
+        report = RegionsReport.of(title, combined_plan(regions, peak), list(regions.uses.values()), error, regions.left)
+        return self._done(model, Outcome(report.plan, report))
+
+    def _region(
+        self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call,
+        given: dict[str, Plan],
+    ) -> RegionUse:  # fmt: skip
+        captured, state = self._captured(module, args, kwargs, call)
+        graph = build_graph(captured, self.settings.device, fresh_gradients=not call.has_gradients)
+        if all(graph.nodes[value].view for value in graph.forward):
+            raise CaptureError("nothing to plan", reason="too small")
+        goal = Goal(self.settings.strategy, None, plan=given.get(path), name=path)
+        try:
+            options = Options(graph, goal, captured.tangents)
+        except FxckptError:  # the given plan is for another kind of call of this module
+            options = Options(graph, Goal(self.settings.strategy, None, name=path), captured.tangents)
+
+        def build(decision: Decision) -> Entry:
+            return Entry(captured, decision, emit(captured, decision), state)
+
+        return RegionUse(path, options, thin(len(options.search.plans)), 0, build)
+
+
+def _report(name: str, captured: Captured, decision: Decision) -> Report:
+    title = ", ".join(part for part in (name, _inputs_text(captured.joint), "train") if part)
+    return build_report(
+        decision.graph, decision.plan, decision.program, decision.timeline, decision.plain, title=title,
+        min_peak_bytes=decision.min_peak_bytes, pass_seconds=tuple(captured.clock.seconds + decision.seconds),
+    )  # fmt: skip
+
+
+def _bytes(values: list[Any]) -> int:
+    """Bytes of the distinct storages among ``values``."""
+    tensors = [value for value in values if isinstance(value, Tensor) and value.layout is torch.strided]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def _extra_fixed(model: nn.Module, settings: Settings) -> tuple[tuple[str, int], ...]:
+    grads = {id(p.grad): p.grad for p in model.parameters() if p.grad is not None}
+    size = sum(grad.untyped_storage().nbytes() for grad in grads.values() if grad.layout is torch.strided)
+    return ("gradients", size), ("optimizer", settings.optimizer_bytes)
+
+
+def _inputs_text(joint: JointGraph) -> str:
+    texts = []
+    for entry, node in zip(joint.inputs, joint.nodes, strict=False):
+        if entry.kind == "argument":
+            value = node.meta["val"]
+            texts.append("x".join(map(str, value.shape)) + " " + str(value.dtype).removeprefix("torch."))
+    return ", ".join(texts[:3]) + (", ..." if len(texts) > 3 else "")

@@ -1,0 +1,94 @@
+"""The report of a model that is planned in regions."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tabulate import tabulate
+
+from fxckpt._version import __version__
+from fxckpt.errors import CaptureError
+from fxckpt.plan import Plan
+from fxckpt.regions import LeftOut, RegionUse
+from fxckpt.tables import wrapped
+from fxckpt.units import MIB, format_bytes
+
+__all__ = ["RegionsReport"]
+
+WIDTH = 100
+
+
+@dataclass(frozen=True, slots=True)
+class RegionsReport:
+    """What became of each part of the model.
+
+    Attributes:
+        title: model and strategy.
+        plan: the plans of all regions; ``plan.peak_bytes`` is the predicted whole-step peak. Python between the
+            regions is taken to hold nothing of its own.
+        rows: per region: path, segments, kept bytes, seconds of recomputation, share of the region's step.
+        left: what stays Python, and why.
+    """
+
+    title: str
+    plan: Plan
+    rows: tuple[tuple[str, int, int, float, float], ...]
+    left: tuple[LeftOut, ...]
+
+    @classmethod
+    def of(
+        cls, title: str, plan: Plan, uses: Sequence[RegionUse], error: CaptureError, left: dict[str, LeftOut]
+    ) -> RegionsReport:
+        """Gather the report from the regions and from the error that stopped the capture of the whole model."""
+        rows = []
+        for use in uses:
+            decision = use.decision
+            assert decision is not None
+            timeline = decision.timeline
+            first = next((i for i, label in enumerate(timeline.labels) if label[1] == "backward"), 0)
+            kept = timeline.total_bytes[first] - decision.graph.fixed_bytes if timeline.labels else 0
+            share = timeline.recompute_seconds / timeline.plain_seconds if timeline.plain_seconds else 0.0
+            rows.append((use.path, len(decision.plan.segments), kept, timeline.recompute_seconds, share))
+        whole = LeftOut(error.module, error.reason, error.source)
+        others = tuple(item for item in left.values() if item.module != error.module)
+        return cls(title, plan, tuple(rows), (whole, *others))
+
+    def __str__(self) -> str:
+        budget = f", budget {format_bytes(self.plan.budget_bytes)}" if self.plan.budget_bytes else ""
+        lines = [
+            f"fxckpt {__version__} | {self.title} | strategy={self.plan.strategy}",
+            "=" * WIDTH,
+            f"Predicted peak  {format_bytes(self.plan.peak_bytes)}{budget}",
+            "",
+            tabulate(
+                [[path, segments, f"{kept / MIB:.3f}", f"{100 * share:.2f}"] for path, segments, kept, _, share in self.rows],
+                headers=["Region", "Segments", "Kept MiB", "Extra %"], disable_numparse=True,
+                colalign=("left", "right", "right", "right"),
+            ),
+            "",
+            "Left in Python",
+        ]  # fmt: skip
+        for item in self.left:
+            where = f", {item.source}" if item.source else ""
+            lines += wrapped(f"{item.module or 'the model itself'}{where}: {item.reason}", WIDTH, "  - ", "    ")
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data."""
+        return {
+            "title": self.title,
+            "strategy": self.plan.strategy,
+            "budget_bytes": self.plan.budget_bytes,
+            "predicted_peak_bytes": self.plan.peak_bytes,
+            "regions": [
+                {"path": path, "segments": segments, "kept_bytes": kept, "extra_seconds": seconds, "extra_share": share}
+                for path, segments, kept, seconds, share in self.rows
+            ],
+            "left": [{"module": i.module, "reason": i.reason, "source": i.source} for i in self.left],
+        }
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
