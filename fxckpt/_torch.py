@@ -10,12 +10,14 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
+import torch._prims_common
 import torch.autograd.profiler
 import torch.utils.checkpoint
 from torch import Tensor, fx
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode as _get_proxy_mode
 from torch.fx.experimental.proxy_tensor import get_proxy_slot
@@ -31,6 +33,8 @@ __all__ = [
     "current_tracer",
     "functional_value",
     "functorch_active",
+    "is_dense",
+    "is_operator",
     "proxy_node",
     "sequence_number",
     "storage_key",
@@ -66,7 +70,7 @@ def functional_value(tensor: Tensor) -> Tensor:
     """
     if not torch._is_functional_tensor(tensor):  # type: ignore[attr-defined]
         return tensor
-    torch._sync(tensor)  # type: ignore[attr-defined]
+    torch._sync(tensor)  # type: ignore[attr-defined, no-untyped-call]
     value: Tensor = torch._C._functorch._unwrap_functional_tensor(tensor, True)
     return value
 
@@ -74,6 +78,26 @@ def functional_value(tensor: Tensor) -> Tensor:
 def storage_key(tensor: Tensor) -> int:
     """Identity of the storage: equal exactly for tensors that share memory (fake tensors have no ``data_ptr``)."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def is_operator(target: Any) -> TypeGuard[OpOverload]:
+    """Whether the target of an fx node is an ATen (or custom) operator and not a plain Python function.
+
+    The class of the operators has no public name.
+    """
+    return isinstance(target, OpOverload)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill a stretch of memory without gaps and overlap, in any order of the dimensions.
+
+    Kernels may write a result of the same layout over such a tensor. ``Tensor.is_contiguous`` knows the usual orders
+    only; newer releases have the check under a second name, which does not fail for symbolic shapes.
+    """
+    module: Any = torch._prims_common
+    name = "is_non_overlapping_and_dense"
+    check = getattr(module, f"{name}_or_false", None) or getattr(module, name)
+    return tensor.layout is torch.strided and bool(check(tensor))
 
 
 def functorch_active() -> bool:

@@ -13,12 +13,13 @@ from torch import fx, nn
 
 from fxckpt.device import find_device
 from fxckpt.errors import FxckptError, InvalidArgumentError
-from fxckpt.model import make_planned, plain_view, planner_of
+from fxckpt.model import PlannedModule, make_planned, plain_view, planner_of
 from fxckpt.optimizer import optimizer_state_bytes
 from fxckpt.plan import Plan
 from fxckpt.planner import Outcome, Planner, Settings
 from fxckpt.report import Report
 from fxckpt.report_regions import RegionsReport
+from fxckpt.state import storage_bytes
 from fxckpt.units import gib_to_bytes
 
 __all__ = ["STRATEGIES", "auto_checkpoint", "get_graph_module", "get_plan", "get_report", "make_plan"]
@@ -47,13 +48,13 @@ def auto_checkpoint(
     Args:
         model: any module with trainable parameters. It stays as it is and usable; the result shares its parameters,
             buffers and submodules.
-        example_args: inputs as ``forward`` takes them. With them the plan is made now, without them at the first call in
-            training mode with gradients enabled. Every new kind of input (shapes, dtypes, flags) is planned once.
+        example_args: inputs as ``forward`` takes them. With them the plan is made now, without them at the first call
+            in training mode with gradients enabled. Every new kind of input (shapes, dtypes, flags) is planned once.
         budget_gb: highest memory of the whole training step in GiB (2**30 bytes): parameters, gradients, buffers,
             inputs, optimizer state if ``optimizer`` is given, kept values and temporaries. None means 90 % of the
             device's free memory on an accelerator; on a CPU ``strategy="dp"`` needs a number.
-        strategy: ``"dp"`` (least recomputation within the budget), ``"sqrtn"`` (about sqrt(n) segments, each recomputed;
-            with a budget as many as it takes) or ``"none"`` (planned graph, nothing recomputed).
+        strategy: ``"dp"`` (least recomputation within the budget), ``"sqrtn"`` (about sqrt(n) segments, each
+            recomputed; with a budget as many as it takes) or ``"none"`` (planned graph, nothing recomputed).
         example_kwargs: keyword inputs that go with ``example_args``.
         optimizer: its state counts towards the budget.
         reserve_gb: GiB of the budget to leave alone, for what lies outside the model (the loss, communication).
@@ -75,11 +76,11 @@ def auto_checkpoint(
         InvalidArgumentError: an argument is out of range or does not fit ``forward``.
         PlanMismatchError: ``plan`` belongs to another model or other inputs.
     """
-    settings = _settings(
-        model, budget_gb, strategy, optimizer, reserve_gb, on_infeasible, plan
-    )  # fmt: skip
+    settings = _settings(model, budget_gb, strategy, optimizer, reserve_gb, on_infeasible, plan)
     settings.verbose, settings.max_signatures = verbose, max_signatures
     settings.leave, settings.regions = _paths(model, leave), _paths(model, regions)
+    if isinstance(model, PlannedModule):
+        model = plain_view(model)
     planned = make_planned(model, Planner(settings))
     if example_args or example_kwargs:
         _plan_now(planned, example_args, example_kwargs or {})
@@ -149,13 +150,19 @@ def _settings(
 ) -> Settings:  # fmt: skip
     if not isinstance(model, nn.Module):
         raise InvalidArgumentError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise InvalidArgumentError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    if plan is not None and not isinstance(plan, Plan):
+        raise InvalidArgumentError(
+            f"plan must be a fxckpt.Plan, not {type(plan).__name__}; read one with Plan.from_json"
+        )
     if strategy not in STRATEGIES:
         raise InvalidArgumentError(f"unknown strategy {strategy!r}; known are {', '.join(map(repr, STRATEGIES))}")
     if on_infeasible not in ("raise", "best"):
         raise InvalidArgumentError(f"on_infeasible must be 'raise' or 'best', not {on_infeasible!r}")
-    if budget_gb is not None and not (isinstance(budget_gb, (int, float)) and budget_gb > 0 and math.isfinite(budget_gb)):
+    if budget_gb is not None and not (_is_number(budget_gb) and budget_gb > 0 and math.isfinite(budget_gb)):
         raise InvalidArgumentError(f"budget_gb must be a positive number of GiB, not {budget_gb!r}")
-    if not (isinstance(reserve_gb, (int, float)) and reserve_gb >= 0 and math.isfinite(reserve_gb)):
+    if not (_is_number(reserve_gb) and reserve_gb >= 0 and math.isfinite(reserve_gb)):
         raise InvalidArgumentError(f"reserve_gb must be a number of GiB, 0 or more, not {reserve_gb!r}")
     parameters = list(model.parameters())
     if not any(parameter.requires_grad for parameter in parameters) and not parameters:
@@ -165,10 +172,14 @@ def _settings(
     if budget is None and strategy == "dp" and plan is None:
         budget = _default_budget(model, device)
     return Settings(
-        strategy=strategy if plan is None else plan.strategy, budget_bytes=budget, reserve_bytes=gib_to_bytes(reserve_gb),
-        best_effort=on_infeasible == "best", plan=plan, device=find_device(device),
-        optimizer_bytes=optimizer_state_bytes(optimizer),
+        strategy=strategy if plan is None else plan.strategy, budget_bytes=budget,
+        reserve_bytes=gib_to_bytes(reserve_gb), best_effort=on_infeasible == "best", plan=plan,
+        device=find_device(device), optimizer_bytes=optimizer_state_bytes(optimizer),
     )  # fmt: skip
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _paths(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
@@ -188,8 +199,7 @@ def _default_budget(model: nn.Module, device: torch.device) -> int:
             f"strategy='dp' needs budget_gb on {device.type}: the peak that the whole training step may reach, in GiB"
         )
     free, _ = torch.cuda.mem_get_info(device)
-    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in model.state_dict().values()}
-    return int(FREE_SHARE * free) + sum(held.values())
+    return int(FREE_SHARE * free) + storage_bytes([*model.parameters(), *model.buffers()])
 
 
 def _plan_now(planned: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -211,4 +221,6 @@ def _check_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     try:
         inspect.signature(model.forward).bind(*args, **kwargs)
     except TypeError as error:
-        raise InvalidArgumentError(f"the example inputs do not match {type(model).__name__}.forward: {error}") from error
+        raise InvalidArgumentError(
+            f"the example inputs do not match {type(model).__name__}.forward: {error}"
+        ) from error

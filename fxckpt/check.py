@@ -10,6 +10,7 @@ from tabulate import tabulate
 
 from fxckpt.measure import StepComparison
 from fxckpt.report import Report
+from fxckpt.report_regions import RegionsReport
 from fxckpt.tables import unit_for
 
 __all__ = ["CheckResult"]
@@ -51,7 +52,7 @@ class CheckResult:
     overhead: float
 
     @classmethod
-    def of(cls, found: StepComparison, report: Report) -> CheckResult:
+    def of(cls, found: StepComparison, report: Report | RegionsReport) -> CheckResult:
         """Result of a measured comparison with the report of the plan."""
         assert found.plain_peak is not None
         assert found.planned_peak is not None

@@ -38,7 +38,8 @@ class Clock:
             raise
         except Exception as error:
             done = ", ".join(step for step, _ in self.seconds) or "none"
-            raise PassError(f"pass {name!r} failed (passes before it: {done}): {type(error).__name__}: {error}") from error
+            what = f"{type(error).__name__}: {error}"
+            raise PassError(f"pass {name!r} failed (passes before it: {done}): {what}") from error
         self.seconds.append((name, time.perf_counter() - start))
         log.debug("%s: %.3f s", *self.seconds[-1])
         return result

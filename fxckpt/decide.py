@@ -205,17 +205,14 @@ class Search:
         return min((self.at(index) for index in last), key=lambda c: (c[2].peak_bytes, c[2].recompute_seconds))
 
 
-def _infeasible(
-    goal: Goal, graph: Graph, plan: Plan, program: Program, timeline: Timeline
-) -> BudgetInfeasibleError:
+def _infeasible(goal: Goal, graph: Graph, plan: Plan, program: Program, timeline: Timeline) -> BudgetInfeasibleError:
     smallest = timeline.peak_bytes
     label = timeline.labels[timeline.peak_index]
     node = next((node for node in graph.nodes if node.name == label[2]), None)
-    fixed = graph.fixed_bytes + sum(
-        slot.bytes for slot in graph.slots if slot.owner == -1 and graph.fresh_gradients
-    )
+    fixed = graph.fixed_bytes + sum(slot.bytes for slot in graph.slots if slot.owner == -1 and graph.fresh_gradients)
+    name = f"{goal.name} on {goal.inputs}" if goal.inputs else goal.name
     lines = [
-        f"no plan fits {format_bytes(goal.budget_bytes or 0)} for {goal.name}{' on ' + goal.inputs if goal.inputs else ''}.",
+        f"no plan fits {format_bytes(goal.budget_bytes or 0)} for {name}.",
         f"  smallest reachable peak  {format_bytes(smallest)}",
         f"  fixed                    {format_bytes(fixed)}  parameters, gradients, buffers, inputs, optimizer",
         f"  largest segment          {format_bytes(max(timeline.segment_peaks) - graph.fixed_bytes)}  "
@@ -275,9 +272,13 @@ def _segment_name(graph: Graph, segment: Segment) -> str:
 
 
 def _fingerprint(graph: Graph) -> str:
-    """Of structure and sizes, not of costs: a plan made for one device's speed may run on another's."""
+    """Of structure and input sizes, not of costs: a plan made for one device's speed may run on another's.
+
+    Sizes of results follow from those of the inputs, and fake tensors do not always tell them alike (slice_scatter).
+    """
     digest = hashlib.sha256()
     for node in graph.nodes:
         digest.update(repr((node.name, node.op, node.inputs, node.storages)).encode())
-    digest.update(repr(graph.storage_bytes).encode())
+    given = [storage for node in graph.nodes if node.phase == "input" for storage in node.storages]
+    digest.update(repr([graph.storage_bytes[storage] for storage in given]).encode())
     return digest.hexdigest()[:16]

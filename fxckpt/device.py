@@ -49,8 +49,8 @@ DEVICES = {
 }
 
 
-def find_device(name: str | torch.device | None = None) -> Device:
-    """Device by name, or the one that stands closest to a ``torch.device``.
+def find_device(name: str | torch.device | Device | None = None) -> Device:
+    """Device by name, or the one that stands closest to a ``torch.device``; None means the CPU.
 
     Raises:
         InvalidArgumentError: no such device is known.

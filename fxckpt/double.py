@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxckpt.joint import JointGraph
+from fxckpt.joint import JointGraph, device_of
 from fxckpt.plan import Graph, Program
+from fxckpt.snapshot import device_random_state, set_device_random_state
 
 __all__ = ["DoubleReplay"]
 
@@ -25,9 +26,7 @@ class DoubleReplay:
     def __init__(self, joint: JointGraph, graph: Graph, program: Program) -> None:
         self.joint, self.graph, self.program = joint, graph, program
         self.inputs = [node for node in joint.nodes if node.op == "placeholder"][: len(joint.inputs)]
-        self.random = any(graph.nodes[value].random for value in graph.forward)
-        self.devices = {_device(node) for node in joint.forward if graph.nodes[joint.nodes.index(node)].random} \
-            if self.random else set()  # fmt: skip
+        self.devices = {device_of(joint.nodes[value]) for value in graph.forward if graph.nodes[value].random}
         self.mutated = [index for index, node in enumerate(self.inputs) if node in joint.mutated and _is_read(node)]
         self.owner = self._owners()
 
@@ -103,20 +102,22 @@ class DoubleReplay:
         """``result`` with the traced backward of its autograd node attached."""
         joint, owner = self.joint, self.owner[node]
         _, _, reads, backward, contributes = joint.records[owner]
-        targets = [(slot, part) for slot, part in contributes if joint.slot_values[slot] in env]
-        sources = [env[joint.slot_values[slot]] for slot, _ in targets]  # type: ignore[index]
+        values = ((joint.slot_values[slot], part) for slot, part in contributes)
+        targets = [(value, part) for value, part in values if value is not None and value in env]
         slot = joint.differentiable[node]
 
         def vjp(grad: Tensor) -> tuple[Tensor, ...]:
             local: Env = dict(env)
             for read in reads:
-                local[joint.sums[read]] = grad if read == slot else torch.zeros_like(joint.sums[read].meta["val"], device=grad.device)
+                total = joint.sums[read]
+                local[total] = grad if read == slot else torch.zeros_like(total.meta["val"], device=grad.device)
             for step in backward:
                 args, kwargs = fx.node.map_arg((step.args, step.kwargs), lambda source: local[source])
                 local[step] = step.target(*args, **kwargs)  # type: ignore[operator]
             return tuple(local[part] for _, part in targets)
 
-        return _Bridge.apply(vjp, result, *sources)  # type: ignore[no-any-return]
+        bridged: Tensor = _Bridge.apply(vjp, result, *(env[value] for value, _ in targets))
+        return bridged
 
 
 class _Bridge(torch.autograd.Function):
@@ -126,7 +127,7 @@ class _Bridge(torch.autograd.Function):
         return result.view_as(result)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         return (None, None, *ctx.vjp(grad))
 
 
@@ -135,23 +136,14 @@ def _is_read(node: fx.Node) -> bool:
     return any("batch_norm" not in str(user.target) and "copy_" not in str(user.target) for user in node.users)
 
 
-def _device(node: fx.Node) -> torch.device:
-    value = node.meta["val"]
-    tensor = value if isinstance(value, Tensor) else next(item for item in value if isinstance(item, Tensor))
-    return tensor.device
-
-
 def _random_state(devices: set[torch.device]) -> list[tuple[torch.device, Tensor]]:
-    return [
-        (d, torch.get_rng_state() if d.type == "cpu" else getattr(torch, d.type).get_rng_state(d)) for d in devices
-    ]
+    return [(device, device_random_state(device)) for device in devices]
 
 
-def _set_random_state(states: list[tuple[torch.device, Tensor]], generators: list[tuple[torch.Generator, Tensor]]) -> None:
+def _set_random_state(
+    states: list[tuple[torch.device, Tensor]], generators: list[tuple[torch.Generator, Tensor]]
+) -> None:
     for device, state in states:
-        if device.type == "cpu":
-            torch.set_rng_state(state)
-        else:
-            getattr(torch, device.type).set_rng_state(state, device)
+        set_device_random_state(device, state)
     for generator, state in generators:
         generator.set_state(state)

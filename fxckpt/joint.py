@@ -8,10 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-__all__ = ["Edge", "GradRecord", "JointGraph", "RegionInput", "Trace", "bernoulli_like", "sum_gradients"]
+__all__ = ["Edge", "GradRecord", "JointGraph", "RegionInput", "Trace", "bernoulli_like", "device_of", "sum_gradients"]
 
 Edge = tuple[int, int]
-"""Identity of a differentiable value: (index of its autograd node in the trace, output number); leaves are (-1 - input, 0)."""
+"""Identity of a differentiable value: (index of its autograd node in the trace, output number).
+
+Leaves are (-1 - input, 0).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +135,13 @@ class JointGraph:
     fakes: list[Tensor]
     assigned: list[tuple[str, str, Any]]
     places: dict[str, tuple[str, str]]
+
+
+def device_of(node: fx.Node) -> torch.device:
+    """Device of a node's tensor; of a tuple's first tensor."""
+    value = node.meta["val"]
+    tensor = value if isinstance(value, Tensor) else next(item for item in value if isinstance(item, Tensor))
+    return tensor.device
 
 
 def sum_gradients(*parts: Tensor) -> Tensor:

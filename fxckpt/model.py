@@ -11,7 +11,7 @@ from torch import nn
 
 from fxckpt.planner import Planner, Settings
 
-__all__ = ["make_planned", "plain_view", "planner_of"]
+__all__ = ["PlannedModule", "make_planned", "plain_view", "planner_of"]
 
 SLOT = "_fxckpt_planner"
 
@@ -19,8 +19,9 @@ SLOT = "_fxckpt_planner"
 class PlannedModule(nn.Module):
     """Mixin of the returned model's class.
 
-    The returned model and the user's model are two objects with one ``__dict__``: parameters, buffers, submodules, hooks
-    and every attribute are the same for both at all times. What belongs to fxckpt sits in a slot beside the dictionary.
+    The returned model and the user's model are two objects with one ``__dict__``: parameters, buffers, submodules,
+    hooks and every attribute are the same for both at all times. What belongs to fxckpt sits in a slot beside the
+    dictionary.
     """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -34,7 +35,8 @@ class PlannedModule(nn.Module):
 
 def plain_view(model: nn.Module) -> nn.Module:
     """The user's model behind a planned ``model``: an instance of its class with the same ``__dict__``."""
-    view: nn.Module = object.__new__(type(model).__mro__[2])
+    order = type(model).__mro__  # another wrapper (FSDP) may have put its own class in front
+    view: nn.Module = object.__new__(order[order.index(PlannedModule) + 1])
     object.__setattr__(view, "__dict__", model.__dict__)
     return view
 
@@ -59,7 +61,7 @@ def planner_of(model: nn.Module) -> Planner:
     return planner
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _planned_class(cls: type[nn.Module]) -> type[nn.Module]:
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -75,8 +77,8 @@ def _planned_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def make_planned(model: nn.Module, planner: Planner) -> nn.Module:
-    """A second object of the same class over the same ``__dict__`` as ``model``, with ``planner`` in charge of forward."""
-    planned: nn.Module = object.__new__(_planned_class(type(model)))
+    """A second object of the class of ``model`` over the same ``__dict__``, with ``planner`` in charge of forward."""
+    planned: nn.Module = object.__new__(_planned_class(type(model)))  # type: ignore[arg-type]  # Module types __hash__ oddly
     object.__setattr__(planned, "__dict__", model.__dict__)
     object.__setattr__(planned, SLOT, planner)
     return planned

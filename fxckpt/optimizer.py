@@ -22,7 +22,7 @@ def optimizer_state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
     """
     if optimizer is None:
         return 0
-    held = sum(tensor.untyped_storage().nbytes() for tensor in _tensors(list(optimizer.state.values())))
+    held = sum(int(tensor.untyped_storage().nbytes()) for tensor in _tensors(list(optimizer.state.values())))
     return held + sum(_future(optimizer, group) for group in optimizer.param_groups)
 
 
@@ -33,13 +33,14 @@ def _future(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> int:
     stand_in = torch.nn.Parameter(torch.zeros(2, 3))
     stand_in.grad = torch.zeros(2, 3)
     options = {key: value for key, value in group.items() if key in optimizer.defaults}
+    make: Any = type(optimizer)
     try:
-        twin = type(optimizer)([{"params": [stand_in], **options}])
+        twin = make([{"params": [stand_in], **options}])
         twin.step()
     except Exception:  # an optimizer with needs of its own (a closure): its state is unknown
         return 0
     like = sum(1 for tensor in _tensors(list(twin.state.values())) if tensor.shape == stand_in.shape)
-    return like * sum(parameter.numel() * parameter.element_size() for parameter in missing)
+    return like * sum(int(parameter.numel() * parameter.element_size()) for parameter in missing)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,7 @@ from fxckpt.workspace import measure_workspaces
 __all__ = ["Captured", "build_graph", "capture_region", "emit"]
 
 log = logging.getLogger(__name__)
+_CAPTURING = threading.RLock()  # a trace replaces a few functions of torch for its time
 
 
 @dataclass(slots=True)
@@ -43,6 +45,11 @@ def capture_region(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     Raises:
         CaptureError: the module cannot be followed as a whole.
     """
+    with _CAPTURING:
+        return _capture(module, args, kwargs)
+
+
+def _capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
     clock = Clock()
     trace = clock.run("capture", capture, module, args, kwargs)
     joint = clock.run("functionalize", functionalize, trace)

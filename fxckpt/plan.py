@@ -216,8 +216,8 @@ class Segment:
 
     Forward runs ``[start, stop)`` and saves ``kept``. Without ``inner``, backward recomputes what it reads and does
     not find among ``kept`` and the segment's inputs, each value right before its first use. With ``inner`` (which
-    must partition ``[start, stop)``) backward first replays the forward of the inner segments in order, each keeping its own
-    ``kept``, and then runs their backwards in reverse order; inner segments may nest further.
+    must partition ``[start, stop)``) backward first replays the forward of the inner segments in order, each keeping
+    its own ``kept``, and then runs their backwards in reverse order; inner segments may nest further.
 
     Attributes:
         kept: names of the nodes whose values are kept.
@@ -300,8 +300,8 @@ class Step:
 
     Attributes:
         op: ``"run"`` executes node ``value``; ``"record"`` saves the generator state before random node ``value`` and
-            ``"replay"`` runs that node from the saved state; ``"add"`` adds ``value`` to the total of ``slot`` (or starts it);
-            ``"zero"`` starts the total of ``slot`` with zeros.
+            ``"replay"`` runs that node from the saved state; ``"add"`` adds ``value`` to the total of ``slot`` (or
+            starts it); ``"zero"`` starts the total of ``slot`` with zeros.
         inplace: the result is written over the storage of the first input (run) or of the old total (add).
         frees: values whose last use this is.
     """

@@ -20,12 +20,12 @@ from fxckpt.errors import CaptureError, FxckptError, PassError
 from fxckpt.joint import JointGraph
 from fxckpt.pipeline import Captured, build_graph, capture_region, emit
 from fxckpt.plan import Plan
-from fxckpt.regions import RegionUse, Regions, combined_plan, thin
+from fxckpt.regions import Regions, RegionUse, combined_plan, thin
 from fxckpt.report import Report, build_report
 from fxckpt.report_regions import RegionsReport
 from fxckpt.runtime import RegionCall
 from fxckpt.signature import Call, read_call
-from fxckpt.state import ModuleState, unchanged
+from fxckpt.state import ModuleState, storage_bytes, unchanged
 from fxckpt.template import Template
 
 __all__ = ["Planner", "Settings"]
@@ -54,7 +54,9 @@ class Settings:
 class Entry:
     """A planned graph for one kind of call, with what is needed to run it."""
 
-    def __init__(self, captured: Captured, decision: Decision, graph_module: fx.GraphModule, state: ModuleState) -> None:
+    def __init__(
+        self, captured: Captured, decision: Decision, graph_module: fx.GraphModule, state: ModuleState
+    ) -> None:
         self.decision, self.graph_module = decision, graph_module
         self.replay = DoubleReplay(captured.joint, decision.graph, decision.program)
         joint = captured.joint
@@ -115,7 +117,9 @@ class Planner:
         assert self.regions is not None
         return self.regions.run(model, args, kwargs)
 
-    def plan(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call | None = None) -> Outcome:
+    def plan(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call | None = None
+    ) -> Outcome:
         """Plan for these inputs, or return what was planned before."""
         call = call or read_call(model, args, kwargs)
         with self.lock:
@@ -141,7 +145,8 @@ class Planner:
     def _plan(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> Outcome:
         settings = self.settings
         if settings.leave or settings.regions:
-            return self._plan_regions(model, args, kwargs, CaptureError("asked to leave modules out", reason="as asked"))
+            asked = CaptureError("asked to leave modules out", reason="as asked")
+            return self._plan_regions(model, args, kwargs, asked)
         try:
             captured, state = self._captured(model, args, kwargs, call)
         except CaptureError as error:
@@ -188,7 +193,7 @@ class Planner:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: CaptureError
     ) -> Outcome:
         goal = self._goal(model, "")
-        given = {path: plan for path, plan in goal.plan.regions} if goal.plan is not None else {}
+        given = dict(goal.plan.regions) if goal.plan is not None else {}
 
         def make(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> RegionUse:
             return self._region(path, module, args, kwargs, call, given)
@@ -199,13 +204,16 @@ class Planner:
         if not regions.uses:
             raise error
         held = ModuleState.collect(model)
-        base = _bytes([*(item.tensor for item in held.tensors), *pytree.tree_leaves((args, kwargs))])
+        base = storage_bytes([*(item.tensor for item in held.tensors), *pytree.tree_leaves((args, kwargs))])
         extra = sum(size for _, size in _extra_fixed(model, self.settings))
-        missing = sum(_bytes([p]) for p in model.parameters() if p.requires_grad and p.grad is None)
+        missing = sum(storage_bytes([p]) for p in model.parameters() if p.requires_grad and p.grad is None)
         peak = regions.allocate(base + extra, missing)
         self.regions = regions
         title = f"{type(model).__name__}, in regions, train"
-        report = RegionsReport.of(title, combined_plan(regions, peak), list(regions.uses.values()), error, regions.left)
+        report = RegionsReport.of(
+            title, combined_plan(regions, peak), list(regions.uses.values()), error, regions.left,
+            regions.plain_peak(base + extra, missing),
+        )  # fmt: skip
         return self._done(model, Outcome(report.plan, report))
 
     def _region(
@@ -236,16 +244,9 @@ def _report(name: str, captured: Captured, decision: Decision) -> Report:
     )  # fmt: skip
 
 
-def _bytes(values: list[Any]) -> int:
-    """Bytes of the distinct storages among ``values``."""
-    tensors = [value for value in values if isinstance(value, Tensor) and value.layout is torch.strided]
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
-
-
 def _extra_fixed(model: nn.Module, settings: Settings) -> tuple[tuple[str, int], ...]:
-    grads = {id(p.grad): p.grad for p in model.parameters() if p.grad is not None}
-    size = sum(grad.untyped_storage().nbytes() for grad in grads.values() if grad.layout is torch.strided)
-    return ("gradients", size), ("optimizer", settings.optimizer_bytes)
+    gradients = storage_bytes(parameter.grad for parameter in model.parameters())
+    return ("gradients", gradients), ("optimizer", settings.optimizer_bytes)
 
 
 def _inputs_text(joint: JointGraph) -> str:

@@ -19,10 +19,10 @@ from torch import nn
 
 from fxckpt.decide import Candidate, Decision, Goal, Options
 from fxckpt.errors import BudgetInfeasibleError, CaptureError, FxckptError
-from fxckpt.plan import Plan
+from fxckpt.plan import Plan, Timeline
 from fxckpt.units import format_bytes
 
-__all__ = ["LeftOut", "RegionUse", "Regions"]
+__all__ = ["LeftOut", "RegionUse", "Regions", "combined_plan", "thin"]
 
 MIN_OPERATIONS = 3  # a region with fewer operations than this saves nothing over eager
 MAX_CHOICES = 16
@@ -80,10 +80,15 @@ class Regions:
 
     Attributes:
         make: captures a module for a call and returns its use; raises CaptureError.
+        key: what a plan of a module depends on, for a call of it.
         goal: strategy and budget of the whole step.
-        base_bytes: memory of parameters, buffers, inputs, gradients and optimizer state of the whole model.
         leave: patterns of module paths that stay Python.
         only: patterns of module paths that become regions; empty means any.
+        uses: the regions, by path and key.
+        left: modules that could not be captured, by path.
+        plain: paths of modules with nothing to plan.
+        settled: the budget has been shared out; regions met from now on take the plan that costs least.
+        order: keys of ``uses`` in the order of the calls of the first pass.
     """
 
     make: Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any], Any], RegionUse]
@@ -120,7 +125,7 @@ class Regions:
             try:
                 use = self.make(path, module, args, kwargs, key[1])
             except CaptureError as error:
-                if error.reason == "nothing requires grad" or error.reason == "too small":
+                if error.reason in ("nothing requires grad", "too small"):
                     self.plain.add(path)
                 else:
                     self.left[path] = LeftOut(path, error.reason, error.source)
@@ -167,6 +172,10 @@ class Regions:
         for use in uses:
             use.settle()
         return _peak(calls, base_bytes, gradient_bytes)
+
+    def plain_peak(self, base_bytes: int, gradient_bytes: int) -> int:
+        """Predicted peak in bytes of the step without recomputation; arguments as in :meth:`allocate`."""
+        return _peak([self.uses[key] for key in self.order], base_bytes, gradient_bytes, plain=True)
 
 
 class _Run:
@@ -229,9 +238,8 @@ def _matches(path: str, pattern: str) -> bool:
     return path == pattern or fnmatch.fnmatchcase(path, pattern)
 
 
-def _numbers(use: RegionUse) -> tuple[int, int, int]:
+def _numbers(use: RegionUse, timeline: Timeline) -> tuple[int, int, int]:
     """Beyond the region's own inputs: peak of forward, bytes after it, peak of backward."""
-    _, _, timeline = use.candidate()
     fixed = use.options.graph.fixed_bytes
     backward = next((i for i, label in enumerate(timeline.labels) if label[1] == "backward"), len(timeline.labels))
     forward_peak = max(timeline.total_bytes[:backward], default=fixed) - fixed
@@ -241,9 +249,9 @@ def _numbers(use: RegionUse) -> tuple[int, int, int]:
     return forward_peak, after, backward_peak
 
 
-def _peak(calls: list[RegionUse], base_bytes: int, gradient_bytes: int) -> int:
+def _peak(calls: list[RegionUse], base_bytes: int, gradient_bytes: int, plain: bool = False) -> int:
     """Peak of a step that runs the regions in this order. Python in between is taken to hold nothing of its own."""
-    numbers = [_numbers(use) for use in calls]
+    numbers = [_numbers(use, use.options.plain if plain else use.candidate()[2]) for use in calls]
     live = peak = base_bytes
     held = []
     for forward_peak, after, _ in numbers:
@@ -260,13 +268,10 @@ def _peak(calls: list[RegionUse], base_bytes: int, gradient_bytes: int) -> int:
 
 def _gain(use: RegionUse) -> float:
     """Bytes that the next smaller plan of a region gives back per second that it costs."""
-    _, now, _ = _numbers(use)
-    seconds = use.candidate()[2].recompute_seconds
-    use.chosen += 1
-    _, then, _ = _numbers(use)
-    more = use.candidate()[2].recompute_seconds - seconds
-    use.chosen -= 1
-    return (now - then) / max(more, 1e-9)
+    before = use.candidate()[2]
+    after = use.options.search.at(use.choices[use.chosen + 1])[2]
+    freed = _numbers(use, before)[1] - _numbers(use, after)[1]
+    return freed / max(after.recompute_seconds - before.recompute_seconds, 1e-9)
 
 
 def combined_plan(regions: Regions, peak_bytes: int) -> Plan:
@@ -276,7 +281,9 @@ def combined_plan(regions: Regions, peak_bytes: int) -> Plan:
     parts = tuple((use.path, use.decision.plan) for use in regions.uses.values() if use.decision is not None)
     budget = regions.goal.budget_bytes or 0
     seconds = sum(plan.extra_seconds for _, plan in parts)
-    return Plan(regions.goal.strategy, (), budget_bytes=budget, peak_bytes=peak_bytes, extra_seconds=seconds, regions=parts)
+    return Plan(
+        regions.goal.strategy, (), budget_bytes=budget, peak_bytes=peak_bytes, extra_seconds=seconds, regions=parts
+    )
 
 
 def thin(count: int) -> list[int]:

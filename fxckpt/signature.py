@@ -79,18 +79,19 @@ class _ModelReader:
         """Append all that ``module`` and what is below it contribute to the key."""
         self.seen.add(id(module))
         entries = module.__dict__
-        self.parts.append((id(type(module)), module.training, len(module._forward_hooks), len(module._forward_pre_hooks)))
-        for tensor in module._parameters.values():
-            if tensor is not None:
-                self.parts.append((id(tensor), *_describe(tensor)))  # type: ignore[misc]
-                if tensor.requires_grad:
-                    if tensor.grad is None:
+        hooks = len(module._forward_hooks), len(module._forward_pre_hooks)
+        self.parts.append((id(type(module)), module.training, *hooks))
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                self.parts.append((id(parameter), _describe(parameter)))
+                if parameter.requires_grad:
+                    if parameter.grad is None:
                         self.without_gradient += 1
                     else:
                         self.with_gradient += 1
-        for tensor in module._buffers.values():
-            if tensor is not None:
-                self.parts.append(_describe(tensor))
+        for buffer in module._buffers.values():
+            if buffer is not None:
+                self.parts.append(_describe(buffer))
         for key in entries.keys() - INTERNAL:
             self.parts.append((key, self._attribute(entries[key])))
         for name, child in module._modules.items():
@@ -109,9 +110,9 @@ class _ModelReader:
             return _plain(value)
         if id(value) not in self.objects:
             state = getattr(value, "__dict__", None)
-            simple = () if not isinstance(state, dict) or isinstance(value, (nn.Module, type)) or callable(value) else (
-                tuple((key, item) for key, item in state.items() if isinstance(item, SIMPLE))
-            )
+            simple: tuple[Hashable, ...] = ()
+            if isinstance(state, dict) and not isinstance(value, (nn.Module, type)) and not callable(value):
+                simple = tuple((key, item) for key, item in state.items() if isinstance(item, SIMPLE))
             self.objects[id(value)] = (id(value), simple)
         return self.objects[id(value)]
 

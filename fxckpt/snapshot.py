@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["ModuleSnapshot", "RandomState", "copied", "seed_all"]
+__all__ = ["ModuleSnapshot", "RandomState", "copied", "device_random_state", "seed_all", "set_device_random_state"]
 
 
 def copied(value: Any, seen: dict[int, Tensor] | None = None) -> Any:
@@ -35,6 +35,22 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
+
+
+def device_random_state(device: torch.device) -> Tensor:
+    """State of the default generator of ``device``, as a byte tensor in host memory."""
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    state: Tensor = getattr(torch, device.type).get_rng_state(device)
+    return state
+
+
+def set_device_random_state(device: torch.device, state: Tensor) -> None:
+    """Set the default generator of ``device`` to a state that :func:`device_random_state` returned."""
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        getattr(torch, device.type).set_rng_state(state, device)
 
 
 @dataclass(frozen=True, slots=True)

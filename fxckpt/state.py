@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fxckpt.errors import CaptureError
 from fxckpt.snapshot import RandomState
 
-__all__ = ["HeldTensor", "ModuleState", "contains_tensor", "find_tensors", "unchanged"]
+__all__ = ["HeldTensor", "ModuleState", "contains_tensor", "find_tensors", "storage_bytes", "unchanged"]
 
 PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 SIMPLE = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
@@ -65,9 +65,7 @@ class ModuleState:
                                 state._hold(seen, kind, f"{name}.{place}", item, value, place)
         return state
 
-    def _hold(
-        self, seen: dict[int, HeldTensor], kind: str, name: str, value: Tensor, entries: Any, key: Any
-    ) -> None:
+    def _hold(self, seen: dict[int, HeldTensor], kind: str, name: str, value: Tensor, entries: Any, key: Any) -> None:
         if id(value) in seen:
             seen[id(value)].places.append((entries, key))
             return
@@ -105,7 +103,7 @@ class ModuleState:
 
 @contextlib.contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Run something with ``model`` and leave no trace: buffers, attributes, gradients and random streams are restored."""
+    """Run something with ``model`` and leave no trace: buffers, attributes and random streams are restored."""
     modules = list(model.modules())
     before = [_snapshot(module) for module in modules]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
@@ -214,3 +212,10 @@ def find_tensors(value: Any, found: list[Tensor] | None = None, seen: set[int] |
 def contains_tensor(value: Any) -> bool:
     """Whether a tensor is reachable from ``value``."""
     return bool(find_tensors(value))
+
+
+def storage_bytes(values: Iterable[Any]) -> int:
+    """Bytes of the distinct storages among ``values``; what is no dense tensor counts nothing."""
+    tensors = (value for value in values if isinstance(value, Tensor) and value.layout is torch.strided)
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): int(storage.nbytes()) for storage in storages}.values())

@@ -32,8 +32,8 @@ _known: dict[Hashable, int] = {}
 def measure_workspaces(joint: JointGraph, limit_bytes: int = LIMIT_BYTES) -> dict[str, int]:
     """Bytes that each operator's kernel allocates beyond its results.
 
-    Operators that appear several times with the same shapes run once, and results are remembered over calls. An operator
-    that cannot run on made-up inputs (zeros) counts as needing nothing.
+    Operators that appear several times with the same shapes run once, and results are remembered over calls. An
+    operator that cannot run on made-up inputs (zeros) counts as needing nothing.
 
     Args:
         joint: the joint graph; its tensors tell shapes, strides, types and device.
@@ -54,7 +54,7 @@ def measure_workspaces(joint: JointGraph, limit_bytes: int = LIMIT_BYTES) -> dic
 
 def _may_need_scratch(node: fx.Node) -> bool:
     """Elementwise kernels of one type write straight to their result; so do copies."""
-    if node.op != "call_function" or is_view(node.target) or not isinstance(node.target, torch._ops.OpOverload):
+    if node.op != "call_function" or is_view(node.target) or not _torch.is_operator(node.target):
         return False
     if node.target.namespace != "aten" or not node.target._overloadpacket.__name__.startswith(_TRIED):
         return False

@@ -10,8 +10,7 @@ from __future__ import annotations
 import random
 import sys
 import threading
-from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.utils._pytree as pytree
@@ -73,6 +72,7 @@ class _Tracing:
         self.leaf_index: dict[int, int] = {}
         self.phase = "forward"
         self.latest = ""
+        self.handles: list[Any] = []
         self.running: GradRecord | None = None
         self.result: dict[str, Any] = {}
         self.assigned: list[tuple[str, str, Any]] = []
@@ -104,6 +104,9 @@ class _Tracing:
         except Exception as error:
             raise self.places.explain(error) from error
         finally:
+            for handle in self.handles:  # hooks hold this object, and through C++ the garbage collector cannot see them
+                handle.remove()
+            self.record_of.clear()
             moved = _host_random_state() != states
             _restore_host_random_state(states)
             torch.set_rng_state(rng)
@@ -119,14 +122,15 @@ class _Tracing:
             graph_module=graph_module, inputs=self.inputs, assigned=self.assigned, forward_tag=self.forward_tag,
             backward_tag=self.backward_tag, edges=self.edges, places=self.places.by_name, records=self.records,
             **_by_name(self.result, nodes),
-        )
+        )  # fmt: skip
 
     def _check_assigned(self) -> None:
         for path, name, value in self.assigned:
             if not contains_tensor(value):
                 raise CaptureError(
                     f"forward changes attribute {name!r} of module {path or 'the model'!r}",
-                    module=path, reason=f"forward changes attribute {name!r}, which may steer later calls",
+                    module=path,
+                    reason=f"forward changes attribute {name!r}, which may steer later calls",
                 )
 
     def joint(self, *fakes: Tensor) -> list[Tensor | None]:
@@ -162,9 +166,9 @@ class _Tracing:
         held = list(fakes[: len(self.state.tensors)])
         cached = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu"))
+        swapped, plainly = self.state.swapped(held, self.assigned), _torch.without_inner_checkpoints()
         try:
-            with self.state.swapped(held, self.assigned), self.places, _Refuse(), _torch.without_inner_checkpoints(), \
-                    _EdgeRecorder(self):
+            with swapped, self.places, _Refuse(), plainly, _EdgeRecorder(self):
                 output = self.module.forward(*args, **kwargs)
         finally:
             torch.set_autocast_cache_enabled(cached)
@@ -179,11 +183,10 @@ class _Tracing:
             unique.setdefault(id(tensor), tensor)
         outputs = list(unique.values())
         nodes = [_torch.proxy_node(tensor, self.tracer) for tensor in outputs]
-        for tensor, node in zip(outputs, nodes, strict=True):
-            if node is None:
-                raise CaptureError(
-                    "forward returns a tensor that it did not compute from its inputs", reason="untracked output"
-                )
+        if None in nodes:
+            raise CaptureError(
+                "forward returns a tensor that it did not compute from its inputs", reason="untracked output"
+            )
         edges = [self.edge(tensor) if tensor.requires_grad else None for tensor in outputs]
         self.result = {"output": output, "outputs": outputs, "output_nodes": nodes, "output_edges": edges}
 
@@ -250,15 +253,14 @@ class _Tracing:
                     record.contributions.append((edge, contribution))
             self.running = None
 
-        node.register_prehook(before)
-        node.register_hook(after)
+        self.handles += [node.register_prehook(before), node.register_hook(after)]
 
 
 class _EdgeRecorder(TorchDispatchMode):
     """Above the tracer: sees every operator with the tensors as autograd passed them on."""
 
     def __init__(self, tracing: _Tracing) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.tracing = tracing
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -283,7 +285,7 @@ class _EdgeRecorder(TorchDispatchMode):
 class _Refuse(TorchFunctionMode):
     """Stops the trace at calls whose effect would be lost."""
 
-    refused = {
+    refused: ClassVar[dict[Any, str]] = {
         torch.Tensor.register_hook: "a hook on a tensor is registered in forward",
         torch.Tensor.register_post_accumulate_grad_hook: "a hook on a tensor is registered in forward",
         torch.Tensor.retain_grad: "retain_grad() is called in forward",
@@ -395,4 +397,3 @@ def _restore_host_random_state(state: tuple[Any, ...]) -> None:
     random.setstate(state[0])
     if len(state) > 1:
         sys.modules["numpy"].random.set_state(state[1:])
-

@@ -218,11 +218,7 @@ def _is_random(node: fx.Node) -> bool:
 
 
 def _is_dense(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.layout is torch.strided and bool(
-        torch._prims_common.is_non_overlapping_and_dense_or_false(value)
-        if hasattr(torch._prims_common, "is_non_overlapping_and_dense_or_false")
-        else torch._prims_common.is_non_overlapping_and_dense(value)
-    )
+    return isinstance(value, Tensor) and _torch.is_dense(value)
 
 
 def _can_overwrite(node: fx.Node) -> bool:

@@ -248,14 +248,15 @@ class _Solver:
 
     def __init__(self, costs: _Costs, menus: Sequence[Sequence[MenuPoint]], slots: int) -> None:
         self.costs, self.menus, self.slots = costs, menus, slots
-        self.count = len(menus)
-        self.grid: Any = np.arange(slots + 1)
+        self.count, self.aim = len(menus), slots
         self.ends: Any = np.arange(self.count + 1)
 
     def solve(self, top: int) -> list[tuple[_Move, ...]]:
         """The best plan for each of ``slots`` amounts of memory up to ``top`` bytes, if there is one."""
-        count, slots = self.count, self.slots
-        self.unit = max(top / slots, 1.0)
+        self.unit = self._best_unit(top)
+        self.slots = slots = -int(-top // self.unit)
+        self.grid: Any = np.arange(slots + 1)
+        count = self.count
         self.value: Any = np.full((count + 1, count + 1, slots + 1), np.inf, dtype=np.float32)
         self.value[self.ends, self.ends] = 0.0
         self.choice: Any = np.zeros((count + 1, count + 1, slots + 1), dtype=np.int32)
@@ -269,6 +270,18 @@ class _Solver:
                 self._redo(a, p)
         amounts = [slot for slot in range(slots, -1, -1) if np.isfinite(self.value[0, count, slot])]
         return list(dict.fromkeys(self._read(0, count, slot) for slot in amounts))
+
+    def _best_unit(self, top: int) -> float:
+        """A size of slots near ``top / aim`` of which most charges are nearly multiples: models repeat few sizes."""
+        units = top / self.aim * np.linspace(0.75, 1.25, 201)
+        charges = [
+            point.kept_bytes + int(self.costs.boundary[a, a + point.stages])
+            for a, points in enumerate(self.menus)
+            for point in points
+        ]
+        sizes, counts = np.unique(charges, return_counts=True)
+        parts = sizes / np.maximum(units, 1.0)[:, None]
+        return float(np.maximum(units, 1.0)[(np.abs(parts - np.rint(parts)) * counts).sum(axis=1).argmin()])
 
     def _rounded(self, size: Any, offset: Any) -> Any:
         """Bytes in units. With offsets from 0 to 1 that differ from cut to cut, errors along the chain cancel."""

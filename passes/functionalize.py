@@ -11,13 +11,11 @@ import operator
 from typing import Any
 
 import torch
-from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.func import functionalize as torch_functionalize
+from torch import fx
 
-from fxckpt import _torch
 from fxckpt.device import is_view
 from fxckpt.errors import CaptureError
+from fxckpt.functional import Functional, run_functional
 from fxckpt.joint import Edge, JointGraph, RegionInput, Trace, bernoulli_like, sum_gradients
 
 __all__ = ["functionalize"]
@@ -44,114 +42,11 @@ def functionalize(trace: Trace) -> JointGraph:
     Raises:
         CaptureError: forward writes to an input that requires grad.
     """
-    second = _SecondPass(trace)
-    return _Assembly(trace, second).build()
-
-
-class _SecondPass:
-    """Re-run the traced graph under functionalization; remember what became of each node.
-
-    Attributes:
-        graph: the functional graph.
-        origin: new node name -> old node that was running when it appeared.
-        value: old node -> new node that held its value right after it ran.
-        edges: new node name -> edge it had when some operator read it.
-        outputs: new nodes of the outputs at the end.
-        gradients: (record index, "total" or "part", place) -> new node of that gradient when it was complete.
-    """
-
-    def __init__(self, trace: Trace) -> None:
-        self.trace = trace
-        self.origin: dict[str, fx.Node] = {}
-        self.names: dict[fx.Node, str] = {}
-        self.edge_names: dict[str, Edge] = {}
-        self.output_names: list[str] = []
-        self.questions: dict[str, list[tuple[fx.Node, tuple[int, str, int]]]] = {}
-        self.answers: dict[tuple[int, str, int], str] = {}
-        for record in trace.records:
-            for place, total in enumerate(record.totals):
-                if total is not None:
-                    self.questions.setdefault(record.before, []).append((total, (record.index, "total", place)))
-            for place, (_, part) in enumerate(record.contributions):
-                self.questions.setdefault(record.after, []).append((part, (record.index, "part", place)))
-        self.by_consumer: dict[str, list[tuple[str, Edge]]] = {}
-        for (consumer, argument), edge in trace.edges.items():
-            self.by_consumer.setdefault(consumer, []).append((argument, edge))
-        placeholders = [node for node in trace.graph_module.graph.nodes if node.op == "placeholder"]
-        fakes = [node.meta["val"].detach() for node in placeholders]
-        # The trace holds every cast already; autocast would add its own to the operators as they are run again.
-        off = torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False)
-        with placeholders[0].meta["val"].fake_mode, torch.no_grad(), off[0], off[1]:
-            module = make_fx(self._run)(*fakes)
-        assert isinstance(module, fx.GraphModule)
-        self.module, self.graph = module, module.graph
-        nodes = {node.name: node for node in self.graph.nodes}
-        new_placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
-        self.value = {old: nodes[name] for old, name in self.names.items() if name in nodes}
-        self.value.update(zip(placeholders, new_placeholders, strict=True))
-        self.edges = {nodes[name]: edge for name, edge in self.edge_names.items() if name in nodes}
-        self.outputs = [nodes[name] for name in self.output_names]
-        self.gradients = {place: nodes[name] for place, name in self.answers.items()}
-
-    def _run(self, *inputs: Tensor) -> Any:
-        tracer = _torch.current_tracer()
-        create_node = tracer.graph.create_node
-        interpreter = _Recorder(self, tracer)
-
-        def tagged(*args: Any, **kwargs: Any) -> fx.Node:
-            node: fx.Node = create_node(*args, **kwargs)
-            if interpreter.current is not None:
-                self.origin[node.name] = interpreter.current
-            return node
-
-        tracer.graph.create_node = tagged
-        try:
-            return torch_functionalize(interpreter.run_all, remove="mutations")(*inputs)
-        finally:
-            tracer.graph.create_node = create_node
-
-
-class _Recorder(fx.Interpreter):
-    def __init__(self, owner: _SecondPass, tracer: Any) -> None:
-        super().__init__(owner.trace.graph_module, garbage_collect_values=False)
-        self.owner, self.tracer = owner, tracer
-        self.current: fx.Node | None = None
-        self.old = {node.name: node for node in owner.trace.graph_module.graph.nodes}
-
-    def run_all(self, *inputs: Tensor) -> Any:
-        result = self.run(*inputs)
-        for node in self.owner.trace.output_nodes:
-            self.current = node
-            name = self._name(self.env[node])
-            assert name is not None
-            self.owner.output_names.append(name)
-        self.current = None
-        return result
-
-    def run_node(self, n: fx.Node) -> Any:
-        self.current = n
-        for argument, edge in self.owner.by_consumer.get(n.name, ()):
-            if self.old.get(argument) in self.env:
-                name = self._name(self.env[self.old[argument]])
-                if name is not None:
-                    self.owner.edge_names[name] = edge
-        result = super().run_node(n)
-        name = self._name(result) if isinstance(result, Tensor) else None
-        if name is not None and n.op != "placeholder":
-            self.owner.names[n] = name
-        for node, place in self.owner.questions.get(n.name, ()):
-            name = self._name(self.env[node] if node is not n else result)
-            assert name is not None
-            self.owner.answers[place] = name
-        return result
-
-    def _name(self, tensor: Tensor) -> str | None:
-        node = _torch.proxy_node(_torch.functional_value(tensor), self.tracer)
-        return None if node is None else node.name
+    return _Assembly(trace, run_functional(trace)).build()
 
 
 class _Assembly:
-    def __init__(self, trace: Trace, second: _SecondPass) -> None:
+    def __init__(self, trace: Trace, second: Functional) -> None:
         self.trace, self.second = trace, second
         self.new = fx.Graph()
         self.map: dict[fx.Node, fx.Node] = {}
@@ -203,8 +98,9 @@ class _Assembly:
         items: dict[fx.Node, list[fx.Node]] = {}
         order: list[fx.Node] = []
         for node in forward:
-            if node.target is operator.getitem and node.args[0] in set(node.args[0].all_input_nodes) | {node.args[0]}:
-                items.setdefault(node.args[0], []).append(node)  # type: ignore[arg-type]
+            source = node.args[0] if node.target is operator.getitem else None
+            if isinstance(source, fx.Node):
+                items.setdefault(source, []).append(node)
             else:
                 order.append(node)
         placed: list[fx.Node] = []
@@ -242,10 +138,10 @@ class _Assembly:
             nodes=[node for node in self.new.nodes if node.op != "output" and node not in sums],
             sums=[self.sums.get(slot, self.new.output_node()) for slot in range(len(self.parts))],
             slot_values=[None if value is None else self.map[value] for value in self.slot_values],
-            differentiable=self._differentiable(), slot_tangents=self.slot_tangents, slot_owner=self.slot_owner, mutated=self._mutated(copies),
-            forbidden=self._forbidden(), constants=self.constants, output=self.trace.output,
-            fakes=self.trace.outputs, assigned=self.trace.assigned, places=self.places,
-        )
+            differentiable=self._differentiable(), slot_tangents=self.slot_tangents, slot_owner=self.slot_owner,
+            mutated=self._mutated(copies), forbidden=self._forbidden(), constants=self.constants,
+            output=self.trace.output, fakes=self.trace.outputs, assigned=self.trace.assigned, places=self.places,
+        )  # fmt: skip
 
     def _placeholders(self) -> list[RegionInput]:
         inputs = list(self.trace.inputs)
@@ -369,7 +265,8 @@ class _Assembly:
                 slot = self.slot_of[edge]
                 owner, value = self.slot_owner[slot], self.slot_values[slot]
                 if owner >= 0:
-                    forbid(places[owner], places[order] if value is None else self._value_position(value, places[owner]))
+                    near = places[order] if value is None else self._value_position(value, places[owner])
+                    forbid(places[owner], near)
             for source in self.reads_of[order]:
                 if source in self.position and self.position[source] > places[order]:
                     forbid(places[order], self.position[source])

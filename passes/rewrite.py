@@ -148,7 +148,9 @@ class _Emitter:
             return
         again = again and self.graph.nodes[step.value].phase == "forward"
         new = self.out.node_copy(node, lambda source: self.env[self.index[source]])
-        if step.op == "replay":
+        if step.inplace:
+            new.target = _inplace(node.target)
+        elif step.op == "replay":
             new.args = (_device(node), self.states[step.value], *new.args)
             if node.target is bernoulli_like:
                 new.target = replay_bernoulli
@@ -164,7 +166,8 @@ class _Emitter:
         total = self.graph.total(step.slot)
         part = self.env[step.value]
         if started:
-            part = self.out.call_function(aten.add.Tensor, (self.env[total], part))
+            add = aten.add_.Tensor if step.inplace else aten.add.Tensor
+            part = self.out.call_function(add, (self.env[total], part))
             part.meta["val"] = self.joint.sums[step.slot].meta.get("val")
         self.env[total] = part
 
@@ -175,6 +178,12 @@ class _Emitter:
         )
         zeros.meta["val"] = value
         self.env[self.graph.total(step.slot)] = zeros
+
+
+def _inplace(target: Any) -> Any:
+    """The in-place twin of an operator."""
+    twin = getattr(aten, target._overloadpacket.__name__ + "_")
+    return getattr(twin, target._overloadname)
 
 
 def _drop_statistics(node: fx.Node) -> None:

@@ -1,0 +1,160 @@
+"""The second run of the traced step: under functionalization, with a record of what became of every node."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.func import functionalize
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fxckpt import _torch
+from fxckpt.joint import Edge, Trace
+
+__all__ = ["Functional", "run_functional"]
+
+Question = tuple[int, str, int]
+"""A gradient: index of a record, ``"total"`` or ``"part"``, and which of its totals or contributions."""
+
+
+@dataclass(slots=True)
+class Functional:
+    """The step as pure values, in traced order, tied to the trace that it was made from.
+
+    Attributes:
+        module: holds the graph and the constants that its ``get_attr`` nodes name.
+        graph: the functional graph; writes to inputs are ``copy_`` nodes.
+        origin: new node name -> old node that was running when it appeared.
+        value: old node -> new node that held its value right after it ran.
+        edges: new node -> edge it had when some operator read it.
+        outputs: new node of each of the trace's outputs, at the end.
+        gradients: new node of each gradient at the moment when it was complete.
+    """
+
+    module: fx.GraphModule
+    graph: fx.Graph
+    origin: dict[str, fx.Node]
+    value: dict[fx.Node, fx.Node]
+    edges: dict[fx.Node, Edge]
+    outputs: list[fx.Node]
+    gradients: dict[Question, fx.Node]
+
+
+def run_functional(trace: Trace) -> Functional:
+    """Run the traced graph again under functionalization.
+
+    Args:
+        trace: the result of capture.
+
+    Returns:
+        The functional graph, and for every node, output and gradient of the trace the pure value that it had.
+    """
+    return _Run(trace).result()
+
+
+class _Run:
+    """Notes by node name, since the nodes of a trace in progress are not those of the finished graph."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.origin: dict[str, fx.Node] = {}
+        self.names: dict[fx.Node, str] = {}
+        self.edge_names: dict[str, Edge] = {}
+        self.output_names: list[str] = []
+        self.answers: dict[Question, str] = {}
+        self.questions: dict[str, list[tuple[fx.Node, Question]]] = {}
+        for record in trace.records:
+            for place, total in enumerate(record.totals):
+                if total is not None:
+                    self.questions.setdefault(record.before, []).append((total, (record.index, "total", place)))
+            for place, (_, part) in enumerate(record.contributions):
+                self.questions.setdefault(record.after, []).append((part, (record.index, "part", place)))
+        self.by_consumer: dict[str, list[tuple[str, Edge]]] = {}
+        for (consumer, argument), edge in trace.edges.items():
+            self.by_consumer.setdefault(consumer, []).append((argument, edge))
+
+    def result(self) -> Functional:
+        old_inputs = _placeholders(self.trace.graph_module.graph)
+        fakes = [node.meta["val"].detach() for node in old_inputs]
+        # The trace holds every cast already; autocast would add its own to the operators as they are run again.
+        off = torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False)
+        with old_inputs[0].meta["val"].fake_mode, torch.no_grad(), off[0], off[1]:
+            module = make_fx(self._trace)(*fakes)
+        assert isinstance(module, fx.GraphModule)
+        graph = module.graph
+        nodes = {node.name: node for node in graph.nodes}
+        value = {old: nodes[name] for old, name in self.names.items() if name in nodes}
+        value.update(zip(old_inputs, _placeholders(graph), strict=True))
+        return Functional(
+            module=module,
+            graph=graph,
+            origin=self.origin,
+            value=value,
+            edges={nodes[name]: edge for name, edge in self.edge_names.items() if name in nodes},
+            outputs=[nodes[name] for name in self.output_names],
+            gradients={question: nodes[name] for question, name in self.answers.items()},
+        )
+
+    def _trace(self, *inputs: Tensor) -> Any:
+        tracer = _torch.current_tracer()
+        create_node = tracer.graph.create_node
+        interpreter = _Recorder(self, tracer)
+
+        def tagged(*args: Any, **kwargs: Any) -> fx.Node:
+            node: fx.Node = create_node(*args, **kwargs)
+            if interpreter.current is not None:
+                self.origin[node.name] = interpreter.current
+            return node
+
+        tracer.graph.create_node = tagged
+        try:
+            return functionalize(interpreter.run_all, remove="mutations")(*inputs)
+        finally:
+            tracer.graph.create_node = create_node
+
+
+class _Recorder(fx.Interpreter):
+    def __init__(self, owner: _Run, tracer: Any) -> None:
+        super().__init__(owner.trace.graph_module, garbage_collect_values=False)
+        self.owner, self.tracer = owner, tracer
+        self.current: fx.Node | None = None
+        self.old = {node.name: node for node in owner.trace.graph_module.graph.nodes}
+
+    def run_all(self, *inputs: Tensor) -> Any:
+        """All nodes, then the outputs once more: a later operator may have written to them."""
+        result = self.run(*inputs)
+        for node in self.owner.trace.output_nodes:
+            self.current = node
+            name = self._name(self.env[node])
+            assert name is not None
+            self.owner.output_names.append(name)
+        self.current = None
+        return result
+
+    def run_node(self, n: fx.Node) -> Any:
+        """One node; notes the edges of what it reads, its value, and the gradients that are complete with it."""
+        self.current = n
+        for argument, edge in self.owner.by_consumer.get(n.name, ()):
+            if self.old.get(argument) in self.env:
+                name = self._name(self.env[self.old[argument]])
+                if name is not None:
+                    self.owner.edge_names[name] = edge
+        result = super().run_node(n)
+        name = self._name(result) if isinstance(result, Tensor) else None
+        if name is not None and n.op != "placeholder":
+            self.owner.names[n] = name
+        for node, question in self.owner.questions.get(n.name, ()):
+            name = self._name(self.env[node] if node is not n else result)
+            assert name is not None
+            self.owner.answers[question] = name
+        return result
+
+    def _name(self, tensor: Tensor) -> str | None:
+        node = _torch.proxy_node(_torch.functional_value(tensor), self.tracer)
+        return None if node is None else node.name
+
+
+def _placeholders(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op == "placeholder"]
