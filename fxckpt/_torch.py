@@ -31,6 +31,7 @@ __all__ = [
     "clear_saved",
     "cpu_allocations",
     "current_tracer",
+    "fast_callable",
     "functional_value",
     "functorch_active",
     "is_dense",
@@ -221,3 +222,29 @@ def cpu_allocations(run: Callable[[], object]) -> list[int]:
             live.discard(address)
         counts.append(count)
     return counts
+
+
+_METHODS = ("view", "expand")
+_FUNCTIONS = (
+    "mm", "addmm", "bmm", "baddbmm", "t", "transpose", "permute", "unsqueeze", "squeeze", "add", "mul", "sub", "div",
+    "sum", "mean", "relu", "tanh", "sigmoid", "exp", "rsqrt", "neg", "pow", "clone", "native_layer_norm", "convolution",
+    "native_batch_norm", "native_group_norm", "embedding", "masked_fill", "where", "_softmax", "_log_softmax",
+    "cat",
+)  # fmt: skip
+_OVERLOADS = frozenset({"default", "Tensor", "int", "dim", "dim_IntList", "Scalar", "Tensor_Scalar", "self"})
+
+
+def fast_callable(overload: Any) -> Callable[..., Any]:
+    """Something that runs the same operator as ``overload`` with less Python on the way.
+
+    ``torch.mm`` and its like parse their arguments in C++ made for them; ``torch.ops`` goes through the schema, which
+    takes about a microsecond more for each call. Only operators whose binding is known to reach the same overload are
+    exchanged; for the others the handle inside the ``OpOverload`` saves one Python frame.
+    """
+    name, kind = overload._overloadpacket.__name__, overload._overloadname
+    if overload.namespace == "aten" and kind in _OVERLOADS:
+        if name in _METHODS:
+            return getattr(torch._C.TensorBase, name)  # type: ignore[no-any-return]
+        if name in _FUNCTIONS:
+            return getattr(torch._C._VariableFunctions, name)  # type: ignore[no-any-return]
+    return getattr(overload, "_op", overload)  # type: ignore[no-any-return]

@@ -17,6 +17,7 @@ from fxckpt.decide import Decision, Goal, Options, decide
 from fxckpt.device import Device
 from fxckpt.double import DoubleReplay
 from fxckpt.errors import CaptureError, FxckptError, PassError
+from fxckpt.guard import Guard
 from fxckpt.joint import JointGraph
 from fxckpt.pipeline import Captured, build_graph, capture_region, emit
 from fxckpt.plan import Plan
@@ -91,6 +92,7 @@ class Outcome:
     plan: Plan
     report: Report | RegionsReport
     entry: Entry | None = None
+    guard: Guard | None = None
 
 
 class Planner:
@@ -110,6 +112,11 @@ class Planner:
             return model.forward(*args, **kwargs)
         if self.regions is not None and self.regions.settled:
             return self.regions.run(model, args, kwargs)
+        latest = self.latest
+        if latest is not None and latest.entry is not None and latest.guard is not None:
+            leaves = latest.guard.leaves(args, kwargs)
+            if leaves is not None:
+                return latest.entry.run(leaves)
         call = read_call(model, args, kwargs)
         outcome = self.outcomes.get(call.key) or self.plan(model, args, kwargs, call)
         if outcome.entry is not None:
@@ -129,6 +136,7 @@ class Planner:
                 self.outcomes[call.key] = outcome
                 while len(self.outcomes) > self.settings.max_signatures:
                     self.outcomes.popitem(last=False)
+            outcome.guard = Guard(model, args, kwargs)
             self.latest = outcome
             return outcome
 

@@ -6,6 +6,8 @@ may interleave, in any order and in several threads.
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -18,6 +20,22 @@ from fxckpt.joint import bernoulli_like
 __all__ = ["RecomputeFunction", "RegionCall", "Replay", "SegmentModule", "replay_bernoulli", "replay_random", "save_random_state"]
 
 Code = Callable[[list[Any]], Any]
+
+
+def compile_graph(module: torch.fx.GraphModule) -> Code:
+    """The code of ``module`` as a plain function that reaches each operator by the shortest way."""
+    python = module.graph.python_code("self")
+    names = dict(python.globals)
+
+    def shorten(match: re.Match[str]) -> str:
+        short = "_".join(("op", *match.groups()))
+        packet = getattr(getattr(torch.ops, match[1]), match[2])
+        names[short] = _torch.fast_callable(getattr(packet, match[3]))
+        return short
+
+    source = re.sub(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)(?=\()", shorten, python.src)
+    exec(compile(source, f"<fxckpt {type(module).__name__}>", "exec"), names)
+    return functools.partial(names["forward"], None)
 
 
 class RecomputeFunction(torch.autograd.Function):
@@ -80,7 +98,7 @@ class SegmentModule(nn.Module):
     ) -> None:
         super().__init__()
         self.forward_graph = forward_graph
-        self.forward_code: Code = forward_graph.forward
+        self.forward_code = compile_graph(forward_graph)
         self.specialise = specialise
         self.codes: dict[tuple[bool, ...], Code] = {}
         self.index, self.input_count = index, input_count
@@ -88,7 +106,7 @@ class SegmentModule(nn.Module):
         self.differentiable = differentiable
         if differentiable:
             self.backward_graph = specialise(expected)
-            self.codes[expected] = self.backward_graph.forward
+            self.codes[expected] = compile_graph(self.backward_graph)
 
     def forward(self, call: RegionCall | None, *inputs: Any) -> tuple[Any, ...]:
         if not self.differentiable:
@@ -105,7 +123,7 @@ class SegmentModule(nn.Module):
     def backward_code(self, present: tuple[bool, ...]) -> Code:
         """Backward for this pattern of tangents, built at its first use."""
         if present not in self.codes:
-            self.codes[present] = self.specialise(present).forward
+            self.codes[present] = compile_graph(self.specialise(present))
         return self.codes[present]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fxckpt.state import INTERNAL, SIMPLE
 
-__all__ = ["Call", "read_call"]
+__all__ = ["Call", "autocast_state", "describe", "read_call"]
 
 MAX_ITEMS = 64  # longer plain containers on a module are compared by identity
 
@@ -46,21 +46,22 @@ def read_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     parts: list[Any] = [spec]
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
-            parts.append((first.setdefault(id(leaf), index), _describe(leaf)))
+            parts.append((first.setdefault(id(leaf), index), describe(leaf)))
         else:
             parts.append(_plain(leaf))
     reader = _ModelReader()
     reader.visit(model)
-    structure = (tuple(parts), tuple(reader.parts), _autocast())
+    structure = (tuple(parts), tuple(reader.parts), autocast_state())
     return Call(leaves, structure, reader.with_gradient > 0 and reader.without_gradient == 0)
 
 
-def _describe(tensor: Tensor) -> Hashable:
+def describe(tensor: Tensor) -> Hashable:
+    """What of a tensor the captured graph depends on."""
     stride = tensor.stride() if tensor.layout is torch.strided else None
     return tensor.shape, stride, tensor.dtype, tensor.device, tensor.requires_grad, type(tensor)
 
 
-def _autocast() -> Hashable:
+def autocast_state() -> Hashable:
     """Autocast state of the devices for which it is on."""
     kinds = ("cpu", "cuda")
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))
@@ -83,7 +84,7 @@ class _ModelReader:
         self.parts.append((id(type(module)), module.training, *hooks))
         for parameter in module._parameters.values():
             if parameter is not None:
-                self.parts.append((id(parameter), _describe(parameter)))
+                self.parts.append((id(parameter), describe(parameter)))
                 if parameter.requires_grad:
                     if parameter.grad is None:
                         self.without_gradient += 1
@@ -91,7 +92,7 @@ class _ModelReader:
                         self.with_gradient += 1
         for buffer in module._buffers.values():
             if buffer is not None:
-                self.parts.append(_describe(buffer))
+                self.parts.append(describe(buffer))
         for key in entries.keys() - INTERNAL:
             self.parts.append((key, self._attribute(entries[key])))
         for name, child in module._modules.items():
@@ -103,9 +104,9 @@ class _ModelReader:
 
     def _attribute(self, value: Any) -> Hashable:
         if isinstance(value, SIMPLE):
-            return value
+            return type(value), value  # 1, 1.0 and True are equal, and give results of other types
         if isinstance(value, Tensor):
-            return _describe(value)
+            return describe(value)
         if isinstance(value, (list, tuple, dict)):
             return _plain(value)
         if id(value) not in self.objects:

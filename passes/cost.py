@@ -132,7 +132,7 @@ class _Costs:
         view = is_view(node.target) and not new
         flops, moved = (0, 0) if is_view(node.target) else op_work(node.target, args, kwargs, value)
         return Node(
-            name=node.name, op=str(node.target), phase=phase, inputs=inputs,
+            name=node.name, op=_op_name(node.target), phase=phase, inputs=inputs,
             state_inputs=tuple(self.index[source] for source in statistics), storages=storages, allocates=new,
             seconds=self._seconds(node, flops, moved), workspace_bytes=self.workspaces.get(node.name, 0),
             view=view, container=isinstance(value, (tuple, list)), random=_is_random(node),
@@ -201,6 +201,11 @@ class _Costs:
             value=-1 if value is None else self.index[value], owner=joint.slot_owner[slot],
             tangent=-1 if tangent is None else self.index[tangent], bytes=size, seconds=seconds,
         )  # fmt: skip
+
+
+def _op_name(target: Any) -> str:
+    """Name of an operator or function, the same in every process: a plan is tied to its graph by such names."""
+    return str(target) if _torch.is_operator(target) else str(target.__name__)
 
 
 def _is_random(node: fx.Node) -> bool:

@@ -204,8 +204,10 @@ def _gradients(graph: Graph, cuts: Sequence[int]) -> tuple[Ints, int, Ints]:
         for (high, key, size), low in zip(held, [*(entry[0] for entry in held[1:]), end], strict=True):
             there = (max(low, end) < places) & (places <= high)
             alive[key] = np.maximum(alive.get(key, 0), size * there)
-            if owner >= 0 or not graph.fresh_gradients:
+            if owner >= 0:
                 piled[there] += size * (places <= end)
+        if owner < 0 and not graph.fresh_gradients:
+            piled[places > end] += held[-1][2] * (places <= end)
     total: Any = sum(alive.values(), np.zeros(len(cuts), dtype=np.int64))
     tangents = int(total[-1])
     total[-1] = 0
@@ -222,8 +224,8 @@ def _holders(graph: Graph) -> list[list[tuple[int, object, int]]]:
     for grad in graph.grad_nodes:
         for slot, value in grad.contributes:
             place, size = grad.position, graph.slots[slot].bytes
-            if found[slot]:  # a sum of its own
-                place = min(place, found[slot][-1][0])
+            if found[slot]:  # added in place to what came first, or to a copy of it
+                place, size = min(place, found[slot][-1][0]), max(size, found[slot][0][2])
                 found[slot].append((place, ("sum", slot), size))
             elif value >= len(graph.nodes):
                 passed = found[value - len(graph.nodes)]

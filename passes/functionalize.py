@@ -53,10 +53,50 @@ class _Assembly:
         self.places: dict[str, tuple[str, str]] = {}
         self.constants: dict[str, Any] = {}
         self.tangent_old = {second.value[node]: node for node in trace.tangent_nodes if node is not None}
+        self._drop_aliases()
         self.forward_old, self.tags, self.members = self._split()
         self.position = {node: index for index, node in enumerate(self.forward_old)}
 
     # -- which node belongs where ---------------------------------------------------------------------------------
+
+    def _drop_aliases(self) -> None:
+        """Remove ``alias`` and ``detach`` where they only name a value again; autograd adds them by the dozen.
+
+        A detached use of a differentiable value in forward stays, for double backward has to stop there.
+        """
+        second, outputs = self.second, set(self.second.outputs)
+        same: dict[fx.Node, fx.Node] = {}
+        for node in list(second.graph.nodes):
+            if node.target not in (aten.alias.default, aten.detach.default) or node in second.edges or node in outputs:
+                continue
+            source = node.args[0]
+            origin = second.origin.get(node.name)
+            backward = origin is not None and origin.name in self.trace.backward_tag
+            if isinstance(source, fx.Node) and (backward or source not in second.edges):
+                node.replace_all_uses_with(source)
+                same[node] = source
+                second.graph.erase_node(node)
+        for table in (second.value, second.gradients):
+            for key, node in table.items():  # type: ignore[attr-defined]
+                while node in same:
+                    node = same[node]
+                table[key] = node  # type: ignore[index]
+
+    def _live(self) -> set[fx.Node]:
+        """Nodes that outputs, gradients or forward operators are made of."""
+        stack = [*self.second.outputs, *self.second.gradients.values()]
+        stack += [node for node in self.second.graph.nodes if self._is_forward(node)]
+        live: set[fx.Node] = set()
+        while stack:
+            node = stack.pop()
+            if node not in live:
+                live.add(node)
+                stack += node.all_input_nodes
+        return live
+
+    def _is_forward(self, node: fx.Node) -> bool:
+        origin = self.second.origin.get(node.name)
+        return origin is None or origin.name not in self.trace.backward_tag
 
     def _split(self) -> tuple[list[fx.Node], list[int], dict[int, list[fx.Node]]]:
         """Forward nodes in order with their tags, and the nodes of each autograd node."""
@@ -65,8 +105,9 @@ class _Assembly:
         late: list[fx.Node] = []
         members: dict[int, list[fx.Node]] = {}
         owner: dict[fx.Node, int] = {}
+        live = self._live()
         for node in self.second.graph.nodes:
-            if node.op != "call_function" or node in self.tangent_old:
+            if node.op != "call_function" or node in self.tangent_old or node not in live:
                 continue
             origin = self.second.origin.get(node.name)
             name = "" if origin is None else origin.name
