@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxckpt.joint import JointGraph, device_of
+from fxckpt.joint import UPDATING_NORMS, JointGraph, device_of
 from fxckpt.plan import Graph, Program
 from fxckpt.snapshot import device_random_state, set_device_random_state
 
@@ -88,7 +88,7 @@ class DoubleReplay:
 
     def _compute(self, node: fx.Node, env: Env) -> None:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: env[source])
-        if "batch_norm" in str(node.target) and len(args) > 5 and args[5] is True:
+        if str(node.target) in UPDATING_NORMS and len(args) > 5 and args[5] is True:
             args = (*args[:3], None, None, *args[5:])
         result = node.target(*args, **kwargs)  # type: ignore[operator]
         if isinstance(result, Tensor):

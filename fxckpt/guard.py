@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -24,11 +25,13 @@ class Guard:
         leaves, self.spec = pytree.tree_flatten((args, kwargs))
         self.inputs = [describe(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.plain_inputs = all(isinstance(leaf, (Tensor, *SIMPLE)) for leaf in leaves)
-        self.distinct = len({id(leaf) for leaf in leaves if isinstance(leaf, Tensor)})
+        self.aliases = _aliases(leaves)
         self.autocast = autocast_state()
         self.modules: list[tuple[Any, ...]] = []
         self.tensors: list[tuple[Any, ...]] = []
         self.trainable: list[Tensor] = []
+        buffers = Counter(id(buffer) for _, buffer in model.named_buffers(remove_duplicate=False))
+        self.tied = {key for key, count in buffers.items() if count > 1}
         self.objects: dict[tuple[int, str], tuple[Any, ...]] = {}
         self.usable = self.plain_inputs and all(self._note(module) for module in model.modules())
         self.has_gradients = all(parameter.grad is not None for parameter in self.trainable)
@@ -47,14 +50,19 @@ class Guard:
         children = tuple(module._modules.values())
         hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
         counts = tuple(map(len, hooks))
-        self.modules.append((module, entries, len(entries), names, tuple([_frozen(entries[key]) for key in names]), children,
-                             hooks, counts, len(module._parameters), len(module._buffers)))  # fmt: skip
+        values = tuple([_frozen(entries[key]) for key in names])
+        sizes = len(module._parameters), len(module._buffers)
+        self.modules.append((module, entries, len(entries), names, values, children, hooks, counts, *sizes))
         for table in (module._parameters, module._buffers):
             for key, tensor in table.items():
-                shape = None if tensor is None else tensor.shape
-                dtype, device = (None, None) if tensor is None else (tensor.dtype, tensor.device)
-                needs = tensor is not None and tensor.requires_grad
-                self.tensors.append((table, key, tensor, shape, dtype, device, needs))
+                fixed = table is module._parameters or id(tensor) in self.tied  # may not become another tensor
+                if tensor is None:
+                    self.tensors.append((table, key, None, True, None, None, None, None, None))
+                    continue
+                stride = tensor.stride() if tensor.dim() > 1 and tensor.layout is torch.strided else None
+                needs = tensor.requires_grad
+                facts = (tensor.shape, stride, tensor.dtype, tensor.device, needs)
+                self.tensors.append((table, key, tensor, fixed, *facts))
                 if needs and table is module._parameters:
                     self.trainable.append(tensor)
         return True
@@ -72,9 +80,7 @@ class Guard:
                     return None
             elif type(leaf) is not type(known) or leaf != known:
                 return None
-        if len({id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}) != self.distinct:
-            return None
-        return leaves
+        return leaves if _aliases(leaves) == self.aliases else None
 
     def _same_model(self) -> bool:
         for _, entries, size, names, values, children, hooks, counts, parameters, buffers in self.modules:
@@ -90,16 +96,27 @@ class Guard:
         for entries, key, value, state, known in self.objects.values():
             if entries.get(key) is not value or {k: v for k, v in state.items() if isinstance(v, SIMPLE)} != known:
                 return False
-        for table, key, tensor, shape, dtype, device, needs in self.tensors:
+        for table, key, tensor, fixed, shape, stride, dtype, device, needs in self.tensors:
             now = table.get(key)
-            if now is not tensor and (now is None or tensor is None or needs or type(now) is not type(tensor)):
+            if now is not tensor and (fixed or now is None or type(now) is not type(tensor)):
                 return False
             if now is not None and (
-                now.shape != shape or now.dtype is not dtype or now.device != device or now.requires_grad is not needs
+                now.shape != shape
+                or now.dtype is not dtype
+                or now.device != device
+                or now.requires_grad is not needs
+                or (stride is not None and now.stride() != stride)
             ):
                 return False
         missing = any(parameter.grad is None for parameter in self.trainable)
         return missing is not self.has_gradients and torch.is_grad_enabled()
+
+
+def _aliases(leaves: list[Any]) -> list[int] | None:
+    """For each tensor the place of the first leaf that is the same tensor; None if all are different."""
+    first: dict[int, int] = {}
+    places = [first.setdefault(id(leaf), index) for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    return places if len(first) < len(places) else None
 
 
 def _is_plain(value: Any) -> bool:
@@ -110,7 +127,8 @@ def _is_plain(value: Any) -> bool:
 
 
 def _frozen(value: Any) -> Any:
-    return list(value) if isinstance(value, list) else value
+    """A copy that later changes in place do not reach."""
+    return type(value)(map(_frozen, value)) if type(value) in (list, tuple) else value
 
 
 def _simple_state(value: Any) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-__all__ = ["Edge", "GradRecord", "JointGraph", "RegionInput", "Trace", "bernoulli_like", "device_of", "sum_gradients"]
+__all__ = ["UPDATING_NORMS", "Edge", "GradRecord", "JointGraph", "RegionInput", "Trace", "bernoulli_like", "device_of", "sum_gradients"]
 
 Edge = tuple[int, int]
 """Identity of a differentiable value: (index of its autograd node in the trace, output number).
@@ -142,6 +142,12 @@ def device_of(node: fx.Node) -> torch.device:
     value = node.meta["val"]
     tensor = value if isinstance(value, Tensor) else next(item for item in value if isinstance(item, Tensor))
     return tensor.device
+
+
+UPDATING_NORMS = frozenset(
+    f"aten.{name}.default" for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+)
+"""Normalisations that move running statistics (arguments 3 and 4) inside the kernel when argument 5 is True."""
 
 
 def sum_gradients(*parts: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from fxckpt.report import Report, build_report
 from fxckpt.report_regions import RegionsReport
 from fxckpt.runtime import RegionCall
 from fxckpt.signature import Call, read_call
-from fxckpt.state import ModuleState, storage_bytes, unchanged
+from fxckpt.state import ModuleState, has_hooks, silent_hooks, storage_bytes, unchanged
 from fxckpt.template import Template
 
 __all__ = ["Planner", "Settings"]
@@ -208,7 +208,7 @@ class Planner:
 
         regions = Regions(make, read_call, goal, self.settings.leave, self.settings.regions)
         with unchanged(model):
-            regions.run(model, args, kwargs)
+            _try_out(regions, model, args, kwargs)
         if not regions.uses:
             raise error
         held = ModuleState.collect(model)
@@ -242,6 +242,18 @@ class Planner:
             return Entry(captured, decision, emit(captured, decision), state)
 
         return RegionUse(path, options, thin(len(options.search.plans)), 0, build)
+
+
+def _try_out(regions: Regions, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Run forward once to meet its regions, without user hooks: they fire when the model is really called."""
+    try:
+        with silent_hooks(model):
+            regions.run(model, args, kwargs)
+    except Exception:
+        if not any(has_hooks(module) for module in model.modules()):
+            raise
+        regions.forget()  # forward cannot do without what a hook does
+        regions.run(model, args, kwargs)
 
 
 def _report(name: str, captured: Captured, decision: Decision) -> Report:

@@ -109,6 +109,11 @@ class Regions:
             run.patch_children(model)
             return type(model).forward(model, *args, **kwargs)
 
+    def forget(self) -> None:
+        """Start again: nothing has been met yet."""
+        for met in (self.uses, self.left, self.plain, self.order):
+            met.clear()
+
     def status(self, path: str) -> str:
         """``"leave"``, ``"descend"`` or ``"try"``."""
         if any(_matches(path, pattern) for pattern in self.leave) or path in self.plain:

@@ -73,6 +73,7 @@ class _ModelReader:
     def __init__(self) -> None:
         self.parts: list[Hashable] = []
         self.seen: set[int] = set()
+        self.buffers: dict[int, int] = {}
         self.objects: dict[int, Hashable] = {}
         self.with_gradient = self.without_gradient = 0
 
@@ -92,7 +93,7 @@ class _ModelReader:
                         self.with_gradient += 1
         for buffer in module._buffers.values():
             if buffer is not None:
-                self.parts.append(describe(buffer))
+                self.parts.append((self.buffers.setdefault(id(buffer), len(self.buffers)), describe(buffer)))
         for key in entries.keys() - INTERNAL:
             self.parts.append((key, self._attribute(entries[key])))
         for name, child in module._modules.items():

@@ -13,7 +13,16 @@ from torch import Tensor, nn
 from fxckpt.errors import CaptureError
 from fxckpt.snapshot import RandomState
 
-__all__ = ["HeldTensor", "ModuleState", "contains_tensor", "find_tensors", "storage_bytes", "unchanged"]
+__all__ = [
+    "HeldTensor",
+    "ModuleState",
+    "contains_tensor",
+    "find_tensors",
+    "has_hooks",
+    "silent_hooks",
+    "storage_bytes",
+    "unchanged",
+]
 
 PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 SIMPLE = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
@@ -122,6 +131,37 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         for generator, state in states:
             generator.set_state(state)
         random_state.restore()
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling ``module`` runs user hooks; those of torch.nn.utils are pure and can be traced."""
+    return any(_is_users(hook) for table in _hook_tables(module) for hook in table.values())
+
+
+@contextlib.contextmanager
+def silent_hooks(model: nn.Module) -> Iterator[None]:
+    """Run something without the user's hooks on the modules of ``model``; each module still counts as hooked."""
+    tables = [table for module in model.modules() for table in _hook_tables(module)]
+    before = [dict(table) for table in tables]
+    for table in tables:
+        table.update((key, _no_hook) for key, hook in table.items() if _is_users(hook))
+    try:
+        yield
+    finally:
+        for table, hooks in zip(tables, before, strict=True):
+            table.update((key, hook) for key, hook in hooks.items() if key in table)
+
+
+def _hook_tables(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+
+
+def _is_users(hook: Any) -> bool:
+    return not type(hook).__module__.startswith("torch.nn.utils")
+
+
+def _no_hook(*args: Any, **kwargs: Any) -> None:
+    """In the place of a hook."""
 
 
 def _snapshot(module: nn.Module) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fxckpt import _torch
 from fxckpt.errors import CaptureError, FxckptError
 from fxckpt.joint import Edge, GradRecord, RegionInput, Trace
-from fxckpt.state import SIMPLE, ModuleState, contains_tensor, find_tensors
+from fxckpt.state import SIMPLE, ModuleState, contains_tensor, find_tensors, has_hooks
 
 __all__ = ["capture"]
 
@@ -42,7 +42,7 @@ def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         CaptureError: the Python code of the module cannot be followed; names module, line and construct.
     """
     for path, child in module.named_modules():
-        if path and _has_hooks(child):
+        if path and has_hooks(child):
             raise CaptureError(f"module {path!r} carries hooks", module=path, reason="hooks on a submodule")
     state = ModuleState.collect(module)
     return _Tracing(module, state, args, kwargs).run()
@@ -363,12 +363,6 @@ _OWN_ROOTS = (__file__.rpartition("/")[0] + "/", _torch.__file__.rpartition("/")
 
 def _is_internal(filename: str) -> bool:
     return filename.startswith((_TORCH_ROOT, "<", *_OWN_ROOTS))
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    """Whether calling ``module`` runs user hooks; those of torch.nn.utils are pure and can be traced."""
-    tables = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(not type(hook).__module__.startswith("torch.nn.utils") for table in tables for hook in table.values())
 
 
 def _fake(tensor: Tensor, mode: Any) -> Tensor:

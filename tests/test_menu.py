@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from fxckpt.passes.cuts import cuts
+from fxckpt.passes.menu import menu
+from fxckpt.plan import Chain, Graph, MenuPoint, Plan, Segment, Stage
+from tests.oracle import Builder, choices, corners, mlp, random_graph, replay
+
+
+def one_stage(graph: Graph) -> Chain:
+    held = {storage for value in graph.outputs for storage in graph.nodes[value].storages}
+    return Chain((Stage(0, len(graph.forward), tuple(sorted(held))),))
+
+
+def points(graph: Graph) -> tuple[MenuPoint, ...]:
+    return menu(graph, one_stage(graph))[0]
+
+
+def pairs(menu_points: tuple[MenuPoint, ...]) -> list[tuple[int, int]]:
+    return [(point.kept_bytes, round(point.extra_seconds)) for point in menu_points]
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_points_are_the_corners_of_all_choices(seed: int) -> None:
+    graph = random_graph(seed, 9, loose=True, state_bytes=2)
+    everything = choices(graph, 0, len(graph.forward), one_stage(graph).stages[0].boundary)
+    assert pairs(points(graph)) == corners(everything)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_points_of_every_window_are_corners(seed: int) -> None:
+    graph = random_graph(seed, 12, reach=2, state_bytes=1)
+    chain = cuts(graph)
+    for first, menu_points in enumerate(menu(graph, chain, widest=3, most=100)):
+        for width, group in itertools.groupby(menu_points, key=lambda point: point.stages):
+            start, end = chain.stages[first], chain.stages[first + width - 1]
+            assert pairs(tuple(group)) == corners(choices(graph, start.start, end.stop, end.boundary))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_time_and_peaks_are_those_of_a_replay(seed: int) -> None:
+    graph = random_graph(seed, 10)
+    for point in points(graph):
+        plan = Plan("dp", (Segment(0, len(graph.forward), tuple(graph.nodes[value].name for value in point.kept)),))
+        result = replay(graph, plan)
+        tangents = sum(slot.bytes for slot in graph.slots if slot.tangent >= 0)
+        held = sum(graph.storage_bytes[s] for value in graph.outputs for s in graph.nodes[value].storages)
+        peak = max(point.forward_peak_bytes, point.backward_peak_bytes + tangents + held)
+        assert result.extra_seconds == pytest.approx(point.extra_seconds)
+        assert result.peak_bytes - graph.fixed_bytes == pytest.approx(peak, rel=0.25)
+
+
+def test_a_cheap_result_is_recomputed_before_a_dear_one() -> None:
+    builder = Builder()
+    x = builder.input()
+    dear = builder.op(x, size=4, seconds=9.0, reads=(-1,), weight=1)
+    cheap = builder.op(dear, size=4, seconds=1.0, reads=(-1,))
+    last = builder.op(cheap, size=1, seconds=1.0)
+    assert pairs(points(builder.build(last))) == [(8, 0), (4, 1), (0, 10)]
+
+
+def test_views_are_free_and_keep_what_they_show() -> None:
+    builder = Builder()
+    base = builder.op(builder.input(), size=4, seconds=5.0)
+    view = builder.view(base)
+    last = builder.op(view, reads=(view,))
+    graph = builder.build(last)
+    first, second = points(graph)
+    assert (first.kept, first.kept_bytes, first.extra_seconds) == ((base,), 4, 0.0)
+    assert (second.kept, second.kept_bytes, second.extra_seconds) == ((), 0, 5.0)
+
+
+def test_results_of_one_operation_are_kept_one_by_one() -> None:
+    builder = Builder()
+    first = builder.op(builder.input())
+    large, small = builder.pair(first, sizes=(8, 1), reads=(1,), seconds=5.0)
+    last = builder.op(large, small)
+    first, second = points(builder.build(last))
+    assert (first.kept, first.kept_bytes) == ((small,), 1)
+    assert (second.kept, second.extra_seconds) == ((), 6.0)
+
+
+def test_what_cannot_be_recomputed_is_kept() -> None:
+    builder = Builder()
+    value = builder.op(builder.input(), size=4, reads=(-1,), weight=1, recomputable=False)
+    graph = builder.build(builder.op(value))
+    assert [point.kept for point in points(graph)] == [(value,)]
+
+
+def test_what_must_not_be_kept_is_recomputed() -> None:
+    builder = Builder()
+    value = builder.op(builder.input(), size=4, reads=(-1,), weight=1, keepable=False)
+    graph = builder.build(builder.op(value))
+    assert [(point.kept, point.extra_seconds) for point in points(graph)] == [((), 1.0)]
+
+
+def test_recomputing_a_random_result_costs_its_state() -> None:
+    builder = Builder(state_bytes=3)
+    value = builder.op(builder.input(), size=5, reads=(-1,), weight=1, random=True)
+    assert pairs(points(builder.build(builder.op(value)))) == [(5, 0), (3, 1)]
+
+
+def test_what_only_backward_reads_costs_nothing_extra() -> None:
+    builder = Builder()
+    x = builder.input()
+    mask = builder.op(x, size=4, seconds=7.0, grad=False)
+    last = builder.op(x, reads=(mask,))
+    assert pairs(points(builder.build(last))) == [(0, 0)]
+
+
+def test_equal_stages_have_equal_menus() -> None:
+    graph = mlp(6, width=2, hidden=8, weight=1)
+    menus = menu(graph, cuts(graph), widest=3)
+    shapes = [[(p.kept_bytes, p.extra_seconds, p.backward_peak_bytes, p.stages) for p in stage] for stage in menus]
+    assert shapes[1] == shapes[3] == shapes[5]
+    assert shapes[2] == shapes[4] == shapes[6]
+
+
+def test_shared_inputs_and_boundaries_are_free() -> None:
+    graph = mlp(3, width=2, hidden=8)
+    for stage in menu(graph, cuts(graph), widest=1):
+        assert pairs(stage) == [(0, 0)]
