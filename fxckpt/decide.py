@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from fxckpt.clock import Clock
 from fxckpt.errors import BudgetInfeasibleError, PlanMismatchError
+from fxckpt.passes.bound import bound
 from fxckpt.passes.cuts import cuts
 from fxckpt.passes.dp import dp
 from fxckpt.passes.menu import menu
@@ -57,6 +58,7 @@ class Decision:
     min_peak_bytes: int
     tangents: frozenset[int]
     seconds: list[tuple[str, float]] = field(default_factory=list)
+    bound_seconds: float | None = None
 
 
 def decide(graph: Graph, goal: Goal, tangents: frozenset[int], floor_bytes: int = 0) -> Decision:
@@ -98,7 +100,8 @@ class Options:
     def __init__(self, graph: Graph, goal: Goal, tangents: frozenset[int], floor_bytes: int = 0) -> None:
         self.graph, self.goal, self.tangents, self.floor_bytes = graph, goal, tangents, floor_bytes
         clock = self.clock = Clock()
-        self.chain = clock.run("cuts", cuts, graph)
+        self.held = _without_unused_outputs(graph, tangents)
+        self.chain = clock.run("cuts", cuts, self.held)
         self.fingerprint = _fingerprint(graph)
         keep_all = _keep_everything(graph, self.chain)
         self.plain = clock.run("simulate", simulated, graph, keep_all, tangents)[1]
@@ -107,8 +110,8 @@ class Options:
                 raise PlanMismatchError("the plan was made for another model or another input signature")
             frontier = Frontier((goal.plan,))
         else:
-            frontier = clock.run(goal.strategy, _candidates, goal.strategy, graph, self.chain, keep_all)
-        plans = tuple(_split_at_outputs(graph, plan) for plan in frontier.plans)
+            frontier = clock.run(goal.strategy, _candidates, goal.strategy, self.held, self.chain, keep_all)
+        plans = tuple(_split_at_outputs(graph, plan, tangents) for plan in frontier.plans)
         self.search = Search(graph, plans, tangents, floor_bytes, ordered=goal.strategy != "sqrtn")
 
     def settle(self, candidate: Candidate) -> Decision:
@@ -123,8 +126,11 @@ class Options:
         named = zip(program.segments, plan.segments, strict=True)
         program = Program(tuple(dataclasses.replace(p, name=s.name) for p, s in named))
         smallest = max(self.search.smallest()[2].peak_bytes, self.floor_bytes)
+        least = None
+        if goal.budget_bytes is not None and goal.strategy == "dp":
+            least = self.clock.run("bound", bound, self.held, max(goal.budget_bytes, plan.peak_bytes))
         return Decision(
-            graph, self.chain, plan, program, timeline, self.plain, smallest, self.tangents, self.clock.seconds
+            graph, self.chain, plan, program, timeline, self.plain, smallest, self.tangents, self.clock.seconds, least
         )  # fmt: skip
 
 
@@ -224,6 +230,19 @@ def _infeasible(goal: Goal, graph: Graph, plan: Plan, program: Program, timeline
     )
 
 
+def _without_unused_outputs(graph: Graph, tangents: frozenset[int]) -> Graph:
+    """The graph with only those outputs that the caller holds through backward and that get a gradient."""
+    idle = [index for index, slot in enumerate(graph.slots) if slot.tangent >= 0 and index not in tangents]
+    if not idle:
+        return graph
+    unused = {graph.slots[index].value for index in idle}
+    slots = list(graph.slots)
+    for index in idle:
+        slots[index] = dataclasses.replace(slots[index], tangent=-1)
+    outputs = tuple(value for value in graph.outputs if value not in unused)
+    return dataclasses.replace(graph, outputs=outputs, slots=tuple(slots))
+
+
 def _keep_everything(graph: Graph, chain: Chain) -> Plan:
     """Stage by stage, nothing is recomputed."""
     segments = []
@@ -233,14 +252,19 @@ def _keep_everything(graph: Graph, chain: Chain) -> Plan:
     return Plan("none", tuple(segments))
 
 
-def _split_at_outputs(graph: Graph, plan: Plan) -> Plan:
-    """Cut segments right behind each differentiable output.
+def _split_at_outputs(graph: Graph, plan: Plan, tangents: frozenset[int]) -> Plan:
+    """Cut segments right behind each differentiable output that the loss uses or that nothing else reads.
 
     Then an output that later layers read is the very tensor that they read, so that gradients with respect to it can be
     asked for; and a head whose output gets no gradient is a segment that backward never enters, as in eager.
     """
     position = {value: index for index, value in enumerate(graph.forward)}
-    ends = {position[slot.value] + 1 for slot in graph.slots if slot.tangent >= 0 and slot.value in position}
+    read = {source for value in graph.forward for source in graph.nodes[value].inputs}
+    ends = {
+        position[slot.value] + 1
+        for index, slot in enumerate(graph.slots)
+        if slot.tangent >= 0 and slot.value in position and (index in tangents or slot.value not in read)
+    }
     blocked = {index for low, high in graph.forbidden for index in range(low + 1, high + 1)}
     ends -= blocked
     if len(ends) > MAX_SPLITS:

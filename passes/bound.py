@@ -34,7 +34,7 @@ class _Moment(NamedTuple):
     demand: int
 
 
-def bound(graph: Graph, budget_bytes: int, moments: int = 4) -> float:
+def bound(graph: Graph, budget_bytes: int, moments: int = 6) -> float:
     """Seconds of recomputation that every schedule with a peak of at most ``budget_bytes`` pays at least.
 
     A schedule runs the backward nodes once, in the recorded order, after all of forward. Counted as in memory are the

@@ -18,6 +18,8 @@ __all__ = ["menu"]
 
 TICKS = 10**12  # per second; times are integers inside the cuts
 NEVER = 10**9  # later than any instruction
+WIDE = 500  # positions in the widest window of several stages
+WORK = 100_000  # operations to go through for the points of one stage, so that one huge stage takes seconds
 
 
 class _Op(NamedTuple):
@@ -92,7 +94,7 @@ def menu(graph: Graph, chain: Chain, widest: int = 6, most: int = 16) -> tuple[t
 
     A point is a set of kept values that no other set, and no mixture of two, beats in both kept bytes and extra
     seconds; among them are the cheapest way to recompute nothing and the fastest way to keep the least. A window of
-    several stages gets at most ``most`` of its points, the most telling ones.
+    several stages gets at most ``most`` of its points, the most telling ones; so does a stage of thousands of nodes.
     What comes from before the window, and the window's own results that cross its end, are free to read in backward.
     One minimum cut per point and one per gap between two; windows of equal structure are solved once.
 
@@ -110,9 +112,12 @@ def menu(graph: Graph, chain: Chain, widest: int = 6, most: int = 16) -> tuple[t
         points: list[MenuPoint] = []
         for last in range(first, min(first + widest, len(chain.stages))):
             start, end = chain.stages[first].start, chain.stages[last]
+            if last > first and end.stop - start > WIDE:
+                break
             window, keepers = reader.window(start, end.stop, end.boundary)
             if window not in known:
-                known[window] = _solve(window, most if last > first else NEVER, components)
+                limit = most if last > first else max(most, WORK // (1 + len(window.ops)))
+                known[window] = _solve(window, limit, components)
             for choice in known[window]:
                 points.append(
                     MenuPoint(

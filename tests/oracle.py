@@ -14,7 +14,7 @@ from typing import Any
 
 from fxckpt.plan import GradNode, Graph, Node, Plan, Segment, Slot
 
-__all__ = ["Builder", "Replay", "choices", "corners", "mlp", "partitions", "random_graph", "replay"]
+__all__ = ["Builder", "Replay", "checkmate", "choices", "corners", "mlp", "partitions", "random_graph", "replay"]
 
 
 @dataclass
@@ -46,7 +46,9 @@ class Builder:
         first = len(self.sizes)
         self.sizes += sizes
         new = tuple(range(first, len(self.sizes)))
-        node = Node(name, phase=phase, inputs=tuple(inputs), **{"op": phase, "storages": new, "allocates": new, **options})
+        node = Node(
+            name, phase=phase, inputs=tuple(inputs), **{"op": phase, "storages": new, "allocates": new, **options}
+        )
         self.nodes.append(node)
         if phase == "forward":
             self.forward.append(len(self.nodes) - 1)
@@ -380,7 +382,7 @@ class _Probe:
             forward = self.machine._closure(leave, inner)
             asked |= probe.external | {read for value in forward for read in self.graph.nodes[value].inputs}
             plans.append([*forward, -1, *leave])
-        for inner, plan in zip(segment.inner, reversed(plans), strict=True):
+        for plan in reversed(plans):
             cut = plan.index(-1)
             for value in plan[:cut]:
                 self._run(value)
@@ -478,10 +480,10 @@ def choices(graph: Graph, start: int, stop: int, boundary: Iterable[int]) -> set
             stack = list(needs)
             while stack:
                 storage = stack.pop()
-                if storage in makers and storage not in free and storage not in kept:
-                    if makers[storage] not in again:
-                        again.add(makers[storage])
-                        stack += (s for read in nodes[makers[storage]].inputs for s in nodes[read].storages)
+                made = storage in makers and storage not in free and storage not in kept
+                if made and makers[storage] not in again:
+                    again.add(makers[storage])
+                    stack += (s for read in nodes[makers[storage]].inputs for s in nodes[read].storages)
             if all(nodes[value].recomputable for value in again):
                 states = sum(graph.state_bytes for value in again if nodes[value].random)
                 seconds = sum(nodes[value].seconds for value in again if value in run)
@@ -511,3 +513,114 @@ def partitions(count: int) -> Iterator[list[tuple[int, int]]]:
     for cuts in itertools.product((False, True), repeat=count - 1):
         edges = [0, *(index + 1 for index, cut in enumerate(cuts) if cut), count]
         yield list(itertools.pairwise(edges))
+
+
+def checkmate(graph: Graph, budget: int) -> float | None:
+    """Least seconds of recomputation of any schedule within ``budget`` bytes, None if there is none.
+
+    The mixed integer program of Jain et al., "Checkmate", 2020, in which only forward results are made again: stage
+    ``t`` ends with the first run of the ``t``-th operation, ``R[t, i]`` says that it runs ``i``, ``S[t, i]`` that
+    ``i`` is there when it begins, ``F[t, i, k]`` that ``i`` is freed after ``k`` has run. For chains: every gradient
+    has one contribution.
+    """
+    return _Checkmate(graph, budget).solve()
+
+
+class _Checkmate:
+    def __init__(self, graph: Graph, budget: int) -> None:
+        self.graph, self.budget = graph, budget
+        self.first = [value for value in graph.forward if value not in graph.outputs]
+        self.order = [*graph.forward, *(node for grad in graph.grad_nodes for node in grad.nodes)]
+        self.index: dict[tuple[object, ...], int] = {}
+        self.rows: list[dict[int, float]] = []
+        self.low: list[float] = []
+        self.high: list[float] = []
+
+    def _size(self, value: int) -> int:
+        return sum(self.graph.storage_bytes[storage] for storage in self.graph.nodes[value].allocates)
+
+    def _variable(self, *key: object) -> int:
+        return self.index.setdefault(key, len(self.index))
+
+    def _row(self, terms: dict[int, float], low: float, high: float) -> None:
+        self.rows.append(terms)
+        self.low.append(low)
+        self.high.append(high)
+
+    def _always(self, stage: int, last: bool) -> int:
+        """Bytes in memory whatever is decided: inputs, results of the region, gradients; ``last``: its own too."""
+        graph, count = self.graph, len(self.graph.nodes)
+        place = {value: index for index, value in enumerate(self.order)}
+        total = graph.fixed_bytes + sum(self._size(value) for value in graph.outputs if place[value] < stage + last)
+        contributions = {value: slot for grad in graph.grad_nodes for slot, value in grad.contributes}
+        for slot, entry in enumerate(graph.slots):
+            readers = [place[v] for v in self.order if count + slot in graph.nodes[v].inputs]
+            end = max(readers) if readers else len(self.order)
+            starts = [place[value] for value, given in contributions.items() if given == slot]
+            begin = len(graph.forward) - 1 if entry.tangent >= 0 else min(starts)
+            total += entry.bytes if begin < stage + last and stage <= end else 0
+        return total
+
+    def solve(self) -> float | None:
+        import numpy as np
+        from scipy.optimize import Bounds, LinearConstraint, milp
+
+        for stage, value in enumerate(self.order):
+            self._stage(stage, value)
+        matrix = np.zeros((len(self.rows), len(self.index)))
+        for number, row in enumerate(self.rows):
+            for variable, factor in row.items():
+                matrix[number, variable] = factor
+        price = np.zeros(len(self.index))
+        for key, variable in self.index.items():
+            if key[0] == "R":
+                price[variable] = self.graph.nodes[int(str(key[2]))].seconds
+        result = milp(
+            price, integrality=np.ones(len(price)), bounds=Bounds(0, 1),
+            constraints=LinearConstraint(matrix, np.array(self.low), np.array(self.high)),
+        )  # fmt: skip
+        if not result.success:
+            return None
+        return float(result.fun) - sum(self.graph.nodes[value].seconds for value in self.order)
+
+    def _stage(self, stage: int, value: int) -> None:
+        """Rows of one stage: what must be there when something runs, and the memory after each step."""
+        known = [v for v in self.first if self.order.index(v) < stage]
+        runs = [*known, value]
+        for v in known:
+            self._variable("R", stage, v)
+            kept = self._variable("S", stage, v)
+            before = {self._variable("S", stage - 1, v): -1.0} if self.order.index(v) < stage - 1 else {}
+            self._row({kept: 1.0, **before, self._variable("R", stage - 1, v): -1.0}, -9, 0)
+        own = self._variable("R", stage, value)
+        self._row({own: 1.0}, 1, 1)
+        reads = {v: [r for r in self.graph.nodes[v].inputs if r in self.first] for v in runs}
+        for v in runs:
+            for read in reads[v]:
+                there = {self._variable("R", stage, read): -1.0, self._variable("S", stage, read): -1.0}
+                self._row({self._variable("R", stage, v): 1.0, **there}, -9, 0)
+        memory = {self._variable("S", stage, v): float(self._size(v)) for v in known}
+        for v in runs:
+            if v in self.first:
+                variable = self._variable("R", stage, v)
+                memory[variable] = memory.get(variable, 0.0) + self._size(v)
+            self._row(dict(memory), -float("inf"), self.budget - self._always(stage, v == value))
+            for freed in (*reads[v], v):
+                if freed in self.first:
+                    variable = self._freed(
+                        stage, freed, v, [w for w in runs if self.order.index(w) > self.order.index(v)]
+                    )
+                    memory[variable] = -float(self._size(freed))
+
+    def _freed(self, stage: int, freed: int, after: int, later: list[int]) -> int:
+        """The variable of a free, true if and only if the value is used no more."""
+        variable = self._variable("F", stage, freed, after)
+        uses = {self._variable("R", stage, v): 1.0 for v in later if freed in self.graph.nodes[v].inputs}
+        if stage + 1 < len(self.order):
+            uses[self._variable("S", stage + 1, freed)] = 1.0
+        ran = self._variable("R", stage, after)
+        # h = (1 - R) + uses;  1 - F <= h <= most * (1 - F)
+        most = len(uses) + 1.0
+        self._row({variable: 1.0, ran: -1.0, **uses}, 0, 99)
+        self._row({variable: most, ran: -1.0, **uses}, -99, most - 1)
+        return variable

@@ -20,7 +20,7 @@ LEVELS = [
     {"clock", "plan", "joint", "tables", "device", "hull", "optimizer", "snapshot"},
     {"state"},
     {"double", "explain", "functional", "measure", "runtime", "signature", "template", "workspace"},
-    {"report", "passes"},
+    {"guard", "report", "passes"},
     {"decide"},
     {"pipeline", "regions"},
     {"report_regions"},

@@ -11,8 +11,9 @@ from tests.oracle import Builder, choices, corners, mlp, random_graph, replay
 
 
 def one_stage(graph: Graph) -> Chain:
+    made = {storage for value in graph.forward for storage in graph.nodes[value].allocates}
     held = {storage for value in graph.outputs for storage in graph.nodes[value].storages}
-    return Chain((Stage(0, len(graph.forward), tuple(sorted(held))),))
+    return Chain((Stage(0, len(graph.forward), tuple(sorted(held & made))),))
 
 
 def points(graph: Graph) -> tuple[MenuPoint, ...]:
@@ -40,17 +41,22 @@ def test_points_of_every_window_are_corners(seed: int) -> None:
             assert pairs(tuple(group)) == corners(choices(graph, start.start, end.stop, end.boundary))
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_time_and_peaks_are_those_of_a_replay(seed: int) -> None:
-    graph = random_graph(seed, 10)
-    for point in points(graph):
-        plan = Plan("dp", (Segment(0, len(graph.forward), tuple(graph.nodes[value].name for value in point.kept)),))
-        result = replay(graph, plan)
-        tangents = sum(slot.bytes for slot in graph.slots if slot.tangent >= 0)
-        held = sum(graph.storage_bytes[s] for value in graph.outputs for s in graph.nodes[value].storages)
-        peak = max(point.forward_peak_bytes, point.backward_peak_bytes + tangents + held)
-        assert result.extra_seconds == pytest.approx(point.extra_seconds)
-        assert result.peak_bytes - graph.fixed_bytes == pytest.approx(peak, rel=0.25)
+def test_time_and_peaks_are_those_of_a_replay() -> None:
+    exact = total = 0
+    for seed in range(60):
+        graph = random_graph(seed, 10)
+        for point in points(graph):
+            plan = Plan("dp", (Segment(0, len(graph.forward), tuple(graph.nodes[value].name for value in point.kept)),))
+            result = replay(graph, plan)
+            tangents = sum(slot.bytes for slot in graph.slots if slot.tangent >= 0)
+            held = sum(graph.storage_bytes[storage] for storage in one_stage(graph).stages[0].boundary)
+            peak = max(point.forward_peak_bytes, point.backward_peak_bytes + tangents + held)
+            assert result.extra_seconds == pytest.approx(point.extra_seconds)
+            # Results that are made twice, kept and again, live a little differently.
+            assert result.peak_bytes - graph.fixed_bytes == pytest.approx(peak, rel=0.15)
+            exact += result.peak_bytes - graph.fixed_bytes == peak
+            total += 1
+    assert exact > 0.9 * total
 
 
 def test_a_cheap_result_is_recomputed_before_a_dear_one() -> None:

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from fxckpt import auto_checkpoint, get_graph_module, get_plan, get_report, make_plan
+from fxckpt.check import CheckResult
 from fxckpt.errors import BudgetInfeasibleError, CaptureError, FxckptError, InvalidArgumentError
+from fxckpt.measure import compare_steps, default_loss
 from fxckpt.plan import Plan
 from fxckpt.regions import thin
 from fxckpt.report_regions import RegionsReport
@@ -283,3 +285,15 @@ def test_a_hook_that_forward_needs_runs_while_planning() -> None:
     model.stem.register_forward_pre_hook(lambda _, args: (args[0][:, :16],))
     planned = auto_checkpoint(model, torch.rand(8, 20), strategy="none")
     assert [row[0] for row in _report(planned).rows] == ["stem", "router.left", "head"]
+
+
+def test_the_check_takes_models_in_regions() -> None:
+    model, x = _net()
+    twin, _ = _net()
+    planned = auto_checkpoint(twin, x, budget_gb=_smallest() / 2**30)
+    found = compare_steps(model, planned, (x,), {}, default_loss, 0, measure=True)
+    result = CheckResult.of(found, get_report(planned))
+    assert result.equal
+    assert "in regions" in result.render()
+    assert result.predicted < result.plain_predicted
+    assert result.measured < result.plain_measured

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from fxckpt.errors import CaptureError
-from fxckpt.state import ModuleState, contains_tensor, find_tensors, storage_bytes, unchanged
+from fxckpt.state import (
+    ModuleState,
+    contains_tensor,
+    find_tensors,
+    has_hooks,
+    silent_hooks,
+    storage_bytes,
+    unchanged,
+)
 
 
 class Net(nn.Module):
@@ -100,9 +108,13 @@ def test_containers_that_forward_changes_are_refused_and_restored(change: Any) -
 def test_swapped_restores_after_an_error() -> None:
     model = Net()
     facts, state = _facts(model), ModuleState.collect(model)
-    with pytest.raises(ZeroDivisionError), state.swapped([held.tensor + 0 for held in state.tensors], []):
+
+    def fails() -> None:
         model.count = 5
         raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), state.swapped([held.tensor + 0 for held in state.tensors], []):
+        fails()
     assert _facts(model) == facts
 
 
@@ -117,11 +129,15 @@ def test_unchanged_takes_everything_back() -> None:
     random.seed(1)
     torch.manual_seed(1)
     model.generator.manual_seed(1)
-    with pytest.raises(ZeroDivisionError), unchanged(model):
+
+    def fails() -> None:
         random.random(), torch.rand(5), torch.rand(5, generator=model.generator)
         model.count, model.extra = 7, 1
         model.names.append("y")
         raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), unchanged(model):
+        fails()
     assert _facts(model) == facts
     assert (model.names, model.count) == (["x"], 0)
     assert model.seen._version == version  # a write would trip autograd
@@ -159,3 +175,19 @@ def test_tensors_are_found_through_containers_and_objects() -> None:
 def test_storages_count_once() -> None:
     x = torch.ones(4, 4)
     assert storage_bytes([x, x.t(), x[0], torch.ones(2), None, "text", torch.eye(2).to_sparse()]) == 64 + 8
+
+
+def test_hooks_are_silent_for_a_while_and_still_counted() -> None:
+    model, fired = nn.Sequential(nn.Linear(2, 2), nn.ReLU()), []
+    nn.utils.spectral_norm(model[0])
+    model[1].register_forward_hook(lambda *_: fired.append("forward"))
+    model[1].register_forward_pre_hook(lambda module, args, kwargs: fired.append("before"), with_kwargs=True)
+    before, vector = dict(model[1]._forward_hooks), model[0].weight_u.clone()
+    with silent_hooks(model):
+        assert (has_hooks(model[0]), has_hooks(model[1])) == (False, True)
+        model(torch.ones(1, 2))
+    assert fired == []
+    assert not torch.equal(model[0].weight_u, vector)  # those of torch run
+    assert dict(model[1]._forward_hooks) == before
+    model(torch.ones(1, 2))
+    assert fired == ["before", "forward"]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fxckpt.template import Template
 
-Pair = namedtuple("Pair", "a b")  # noqa: PYI024
+Pair = namedtuple("Pair", "a b")
 
 
 @dataclass

@@ -28,10 +28,11 @@ class Case:
     between: Callable[[Any], None] | None = None
     probe: Callable[[Any], Any] | None = None
     grad_api: str = "backward"
+    rounding: float = 0.0
 
     def options(self) -> dict[str, Any]:
         """The optional parts as keyword arguments of :func:`tests.harness.compare`."""
-        keys = ("context", "extra_batches", "mutate", "between", "probe", "grad_api")
+        keys = ("context", "extra_batches", "mutate", "between", "probe", "grad_api", "rounding")
         return {key: getattr(self, key) for key in keys}
 
 
@@ -43,9 +44,6 @@ def names() -> list[str]:
 def load(name: str) -> Case:
     """The case ``name``."""
     module = importlib.import_module(f"{__name__}.{name}")
-    optional = {
-        key: getattr(module, key)
-        for key in ("context", "extra_batches", "mutate", "between", "probe")
-        if hasattr(module, key)
-    }
-    return Case(name, module.build, module.loss, grad_api=getattr(module, "GRAD_API", "backward"), **optional)
+    fields = {"context", "extra_batches", "mutate", "between", "probe", "GRAD_API", "ROUNDING"}
+    optional = {key.lower(): getattr(module, key) for key in fields if hasattr(module, key)}
+    return Case(name, module.build, module.loss, **optional)

@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fxckpt.passes.bound import bound
+from fxckpt.passes.cuts import cuts
+from fxckpt.passes.dp import dp
+from fxckpt.passes.menu import menu
+from fxckpt.plan import Chain, Frontier, Graph, MenuPoint, Plan, Segment
+from tests.oracle import Builder, Replay, mlp, partitions, random_graph, replay
+
+ROOT = Path(__file__).parent.parent
+Menus = tuple[tuple[MenuPoint, ...], ...]
+
+
+def solved(graph: Graph, widest: int = 3, slots: int = 0) -> tuple[Chain, Menus, Frontier]:
+    chain = cuts(graph)
+    menus = menu(graph, chain, widest)
+    return chain, menus, dp(graph, chain, menus, slots)
+
+
+def segment(graph: Graph, chain: Chain, first: int, last: int, kept: tuple[int, ...]) -> Segment:
+    start, stop = chain.stages[first].start, chain.stages[last - 1].stop
+    return Segment(start, stop, tuple(graph.nodes[value].name for value in kept))
+
+
+def runs(graph: Graph, chain: Chain, menus: Menus, first: int, last: int, depth: int) -> Iterator[tuple[Segment, ...]]:
+    """Every way of treating stages ``first`` to ``last``: menu points, and runs nested ``depth`` deep."""
+    for partition in partitions(last - first):
+        options = []
+        for low, high in partition:
+            low, high = first + low, first + high
+            points = [point for point in menus[low] if point.stages == high - low]
+            choices = [segment(graph, chain, low, high, point.kept) for point in points]
+            if depth and high < last:
+                start, stop = chain.stages[low].start, chain.stages[high - 1].stop
+                choices += [
+                    Segment(start, stop, inner=inner) for inner in runs(graph, chain, menus, low, high, depth - 1)
+                ]
+            options.append(choices)
+        yield from itertools.product(*options)
+
+
+def cheapest(results: list[Replay], budget: int) -> float:
+    return min((result.extra_seconds for result in results if result.peak_bytes <= budget), default=float("inf"))
+
+
+@pytest.mark.parametrize(
+    ("layers", "width", "hidden", "weight", "fresh"),
+    [(2, 1, 1, 0, True), (2, 2, 5, 0, True), (2, 3, 1, 2, True), (2, 2, 3, 4, False), (3, 1, 1, 0, True)],
+)
+def test_no_plan_of_a_small_chain_is_better(layers: int, width: int, hidden: int, weight: int, fresh: bool) -> None:
+    graph = mlp(layers, width, hidden, weight, fresh_gradients=fresh)
+    chain, menus, frontier = solved(graph, widest=2, slots=10_000)
+    depth = 2 if layers < 3 else 1
+    everything = [replay(graph, Plan("dp", plan)) for plan in runs(graph, chain, menus, 0, len(chain.stages), depth)]
+    found = [replay(graph, plan) for plan in frontier.plans]
+    peaks = sorted({result.peak_bytes for result in everything})
+    for budget in peaks:
+        assert cheapest(found, budget) <= cheapest(everything, budget), budget
+    assert min(result.peak_bytes for result in found) <= peaks[0]
+
+
+@pytest.mark.parametrize(("hidden", "weight", "fresh"), [(1, 0, True), (6, 0, True), (2, 3, True), (2, 3, False)])
+def test_peaks_fall_and_prices_rise(hidden: int, weight: int, fresh: bool) -> None:
+    graph = mlp(12, 2, hidden, weight, fresh_gradients=fresh)
+    _, _, frontier = solved(graph, slots=10_000)
+    results = [replay(graph, plan) for plan in frontier.plans]
+    assert [result.extra_seconds for result in results] == sorted(result.extra_seconds for result in results)
+    assert [result.peak_bytes for result in results] == sorted((r.peak_bytes for r in results), reverse=True)
+    for plan, result in zip(frontier.plans, results, strict=True):
+        # A replay leaves out what nobody reads; the recurrence knows that of its last window only.
+        nested = any(s.inner for s in plan.segments)
+        assert plan.extra_seconds == pytest.approx(result.extra_seconds, rel=0.1 if nested else 1e-6)
+        assert plan.extra_seconds >= result.extra_seconds
+        assert (plan.strategy, plan.peak_bytes, plan.budget_bytes) == ("dp", 0, 0)
+
+
+def test_the_first_plan_recomputes_nothing_and_the_last_needs_far_less() -> None:
+    graph = mlp(32, 4, 4)
+    _, _, frontier = solved(graph)
+    first, last = replay(graph, frontier.plans[0]), replay(graph, frontier.plans[-1])
+    assert first.extra_seconds == 0
+    assert last.peak_bytes * 6 < first.peak_bytes
+
+
+def test_plans_near_the_bound() -> None:
+    graph = mlp(40, 4, 16, weight=1)
+    _, _, frontier = solved(graph, widest=6)
+    whole = replay(graph, frontier.plans[0]).peak_bytes
+    step = sum(node.seconds for node in graph.nodes)
+    for plan in frontier.plans:
+        result = replay(graph, plan)
+        if result.peak_bytes > 0.5 * whole:
+            assert result.extra_seconds - bound(graph, result.peak_bytes) < 0.01 * step
+
+
+def test_skips_are_counted_once() -> None:
+    """A wide skip over a chain: a checkpoint inside need not pay for it again."""
+    builder = Builder()
+    x = builder.op(builder.input(), size=50, weight=1)
+    skip = builder.op(x, size=50, reads=(x,))
+    y = builder.op(skip, size=2, reads=(skip,))
+    for _ in range(8):
+        y = builder.op(y, size=2, reads=(y,))
+    last = builder.op(y, skip, size=1, reads=(y, skip))
+    graph = builder.build(last)
+    _, _, frontier = solved(graph, slots=5000)
+    for plan in frontier.plans:
+        assert replay(graph, plan).peak_bytes < 350
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_graphs_are_partitioned_and_priced(seed: int) -> None:
+    graph = random_graph(seed, 20, reach=2, pinned=0.0)
+    chain, menus, frontier = solved(graph)
+    before = -1.0
+    for plan in frontier.plans:
+        assert [s.start for s in plan.segments] == [0, *(s.stop for s in plan.segments[:-1])]
+        assert plan.segments[-1].stop == len(graph.forward)
+        assert plan.extra_seconds > before
+        before = plan.extra_seconds
+        result = replay(graph, plan)
+        assert result.extra_seconds <= plan.extra_seconds + 1e-6
+        if not any(s.inner for s in plan.segments):
+            assert result.extra_seconds == pytest.approx(plan.extra_seconds, abs=1e-6)
+    keep_all = tuple(segment(graph, chain, i, i + 1, points[0].kept) for i, points in enumerate(menus))
+    assert replay(graph, frontier.plans[0]).peak_bytes <= replay(graph, Plan("none", keep_all)).peak_bytes
+
+
+def test_what_cannot_be_recomputed_fits_in_nested_plans() -> None:
+    builder = Builder()
+    x = builder.input()
+    for index in range(16):
+        x = builder.op(x, size=4, reads=(x, -1), weight=1, recomputable=index % 5 != 1)
+    graph = builder.build(x)
+    _, _, frontier = solved(graph, slots=5000)
+    results = [replay(graph, plan) for plan in frontier.plans]
+    assert [result.peak_bytes for result in results] == sorted((r.peak_bytes for r in results), reverse=True)
+
+
+def test_plans_do_not_depend_on_anything_but_the_graph() -> None:
+    graph = mlp(10, 2, 3, 1)
+    assert solved(graph)[2] == solved(graph)[2]
+
+
+def test_one_stage() -> None:
+    builder = Builder()
+    graph = builder.build(builder.op(builder.input(), size=2, weight=1))
+    _, _, frontier = solved(graph)
+    assert [len(plan.segments) for plan in frontier.plans] == [1]
+
+
+def test_solvers_run_without_torch() -> None:
+    code = f"""
+import sys, types
+sys.modules["torch"] = None
+package = types.ModuleType("fxckpt")  # the package's own __init__ loads torch
+package.__path__ = [{str(ROOT / "fxckpt")!r}]
+sys.modules["fxckpt"] = package
+from fxckpt.passes.bound import bound
+from fxckpt.passes.cuts import cuts
+from fxckpt.passes.dp import dp
+from fxckpt.passes.menu import menu
+from fxckpt.passes.sqrtn import sqrtn
+from tests.oracle import mlp
+graph = mlp(6)
+chain = cuts(graph)
+assert dp(graph, chain, menu(graph, chain)).plans and sqrtn(graph, chain).plans
+assert bound(graph, graph.fixed_bytes + 8) > 0
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
