@@ -8,7 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-__all__ = ["UPDATING_NORMS", "Edge", "GradRecord", "JointGraph", "RegionInput", "Trace", "bernoulli_like", "device_of", "sum_gradients"]
+__all__ = [
+    "UPDATING_NORMS",
+    "Edge",
+    "GradRecord",
+    "JointGraph",
+    "RegionInput",
+    "Trace",
+    "bernoulli_like",
+    "device_of",
+    "sum_gradients",
+]
 
 Edge = tuple[int, int]
 """Identity of a differentiable value: (index of its autograd node in the trace, output number).

@@ -260,7 +260,8 @@ def _report(name: str, captured: Captured, decision: Decision) -> Report:
     title = ", ".join(part for part in (name, _inputs_text(captured.joint), "train") if part)
     return build_report(
         decision.graph, decision.plan, decision.program, decision.timeline, decision.plain, title=title,
-        min_peak_bytes=decision.min_peak_bytes, bound_seconds=decision.bound_seconds, pass_seconds=tuple(captured.clock.seconds + decision.seconds),
+        min_peak_bytes=decision.min_peak_bytes, bound_seconds=decision.bound_seconds,
+        pass_seconds=tuple(captured.clock.seconds + decision.seconds),
     )  # fmt: skip
 
 

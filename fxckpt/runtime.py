@@ -17,7 +17,15 @@ from torch import Tensor, nn
 from fxckpt import _torch
 from fxckpt.joint import bernoulli_like
 
-__all__ = ["RecomputeFunction", "RegionCall", "Replay", "SegmentModule", "replay_bernoulli", "replay_random", "save_random_state"]
+__all__ = [
+    "RecomputeFunction",
+    "RegionCall",
+    "Replay",
+    "SegmentModule",
+    "replay_bernoulli",
+    "replay_random",
+    "save_random_state",
+]
 
 Code = Callable[[list[Any]], Any]
 
@@ -43,17 +51,19 @@ class RecomputeFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, segment: SegmentModule, call: RegionCall | None, *inputs: Any) -> tuple[Any, ...]:
+        """Outputs of the segment; kept values and generator states go to ``ctx``."""
         with torch.enable_grad(), _torch.below_autograd():  # some kernels ask for the mode to know what backward needs
-            outputs, saved, ctx.states = segment.forward_code(list(inputs))
+            outputs, saved, states = segment.forward_code(list(inputs))
         ctx.segment, ctx.call = segment, call
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*saved)
+        ctx.save_for_backward(*saved, *states)
         if segment.constant_outputs:
             ctx.mark_non_differentiable(*(outputs[index] for index in segment.constant_outputs))
         return tuple(outputs)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Gradients of the segment's inputs, None where none arrived."""
         segment: SegmentModule = ctx.segment
         tangents = [grads[index] for index in segment.tangent_outputs]
         present = tuple(tangent is not None for tangent in tangents)
@@ -63,7 +73,6 @@ class RecomputeFunction(torch.autograd.Function):
             return (None, None, *_differentiable(ctx, tangents))
         code = segment.backward_code(present)
         boxed = list(ctx.saved_tensors)
-        boxed += ctx.states
         boxed += [tangent for tangent in tangents if tangent is not None]
         del tangents, grads
         _torch.clear_saved(ctx)
@@ -109,6 +118,7 @@ class SegmentModule(nn.Module):
             self.codes[expected] = compile_graph(self.backward_graph)
 
     def forward(self, call: RegionCall | None, *inputs: Any) -> tuple[Any, ...]:
+        """Outputs for later segments and the caller."""
         if not self.differentiable:
             with torch.no_grad(), _torch.below_autograd():
                 return tuple(self.forward_code(list(inputs))[0])
@@ -143,13 +153,19 @@ class RegionCall:
         """Differentiable gradients of the inputs of segment ``index``."""
         if self.segments is None:
             for tensor, version in zip(self.inputs, self.versions, strict=True):
-                if isinstance(tensor, Tensor) and tensor._version != version and not self.replay.writes(tensor, self.inputs):
+                if (
+                    isinstance(tensor, Tensor)
+                    and tensor._version != version
+                    and not self.replay.writes(tensor, self.inputs)
+                ):
                     raise RuntimeError(
                         "one of the variables needed for gradient computation has been modified by an inplace operation"
                     )
             self.segments = self.replay.run(self.inputs, self.before)
         entering, outputs = self.segments[index]
-        pairs = [(outputs[place], tangent) for place, tangent in zip(places, tangents, strict=True) if tangent is not None]
+        pairs = [
+            (outputs[place], tangent) for place, tangent in zip(places, tangents, strict=True) if tangent is not None
+        ]
         wanted = [tensor for tensor in entering if tensor is not None and tensor.requires_grad]
         found = iter(
             torch.autograd.grad(

@@ -104,7 +104,15 @@ class _Costs:
             fixed_bytes=sum(size for _, size in fixed),
             fixed=fixed,
             fresh_gradients=fresh_gradients,
+            state_bytes=self._state_bytes(),
         )
+
+    def _state_bytes(self) -> int:
+        """Memory of one saved generator state on the planned device; that of an accelerator lies in host memory."""
+        kinds = {
+            tensor.device.type for node in self.joint.forward if isinstance(tensor := node.meta.get("val"), Tensor)
+        }
+        return torch.get_rng_state().numel() if kinds <= {"cpu"} else 0
 
     def _fixed(self) -> tuple[tuple[str, int], ...]:
         """Bytes of the region's inputs, each storage once, by kind."""

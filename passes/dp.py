@@ -220,26 +220,38 @@ def _gradients(graph: Graph, cuts: Sequence[int]) -> tuple[Ints, int, Ints]:
 
 
 def _holders(graph: Graph) -> list[list[tuple[int, object, int]]]:
-    """For each slot ``(position, key, bytes)``: what holds its total at cuts from there down to the next entry."""
+    """For each slot ``(position, key, bytes)``: what holds its total at cuts from there down to the next entry.
+
+    The engine adds a further contribution in place, unless the memory is shared with another gradient.
+    """
     found: list[list[tuple[int, object, int]]] = [[] for _ in graph.slots]
+    users: dict[object, set[int]] = {}
+
+    def hold(slot: int, place: int, key: object, size: int) -> None:
+        found[slot].append((place, key, size))
+        users.setdefault(key, set()).add(slot)
+
     for slot, entry in enumerate(graph.slots):
         if entry.tangent >= 0:
-            found[slot].append((len(graph.forward), ("tangent", slot), entry.bytes))
+            hold(slot, len(graph.forward), ("tangent", slot), entry.bytes)
     for grad in graph.grad_nodes:
         for slot, value in grad.contributes:
-            place, size = grad.position, graph.slots[slot].bytes
-            if found[slot]:  # added in place to what came first, or to a copy of it
-                place, size = min(place, found[slot][-1][0]), max(size, found[slot][0][2])
-                found[slot].append((place, ("sum", slot), size))
-            elif value >= len(graph.nodes):
-                passed = found[value - len(graph.nodes)]
-                found[slot].append((place, *(passed[-1][1:] if passed else (("sum", slot), size))))
-            elif graph.nodes[value].storages:
-                # A view keeps all of the memory that it shows a part of.
-                storage = graph.nodes[value].storages[0]
-                found[slot].append((place, ("storage", storage), graph.storage_bytes[storage]))
+            place, alone, size = grad.position, ("sum", slot), graph.slots[slot].bytes
+            if found[slot]:
+                last, key, _ = found[slot][-1]
+                if len(users[key]) > 1:
+                    users[key].discard(slot)
+                    hold(slot, min(place, last), alone, size)
+            elif value >= len(graph.nodes) and found[value - len(graph.nodes)]:
+                hold(slot, place, *found[value - len(graph.nodes)][-1][1:])
+            elif value < len(graph.nodes) and graph.nodes[value].storages:
+                storage = graph.nodes[value].storages[0]  # a view keeps all of the memory that it shows a part of
+                hold(slot, place, ("storage", storage), graph.storage_bytes[storage])
             else:
-                found[slot].append((place, ("sum", slot), size))
+                hold(slot, place, alone, size)
+        for slot in grad.reads:
+            for _, key, _ in found[slot][-1:]:
+                users[key].discard(slot)
     return found
 
 
@@ -273,8 +285,9 @@ class _Solver:
         for a in range(count - 1, -1, -1):
             for index in range(len(self.menus[a])):
                 self._keep(a, index)
+            costly = (self.value[a] > 0).sum(axis=1)  # slots below which C(a, b) is not 0 yet
             for p in range(a + 1, count):
-                self._redo(a, p)
+                self._redo(a, p, int(costly[p + 1 :].max()))
         amounts = [slot for slot in range(slots, -1, -1) if np.isfinite(self.value[0, count, slot])]
         return list(dict.fromkeys(self._read(0, count, slot) for slot in amounts))
 
@@ -309,11 +322,12 @@ class _Solver:
 
     def _offer(self, a: int, first: int, low: int, offer: Any, needs: Any, chosen: int) -> None:
         """Take ``offer`` for ``C(a, b, m)``, ``b`` from ``first`` and ``m`` from ``low`` on, where it is better."""
-        target = self.value[a, first:, low:]
+        span = slice(low, low + offer.shape[1])
+        target = self.value[a, first:, span]
         better = offer * np.float32(1 + 1e-6) < target
-        better &= self.grid[low:] >= self._rounded(needs, 0.5)[:, None]
+        better &= self.grid[span] >= self._rounded(needs, 0.5)[:, None]
         np.copyto(target, offer, where=better)
-        np.copyto(self.choice[a, first:, low:], chosen, where=better)
+        np.copyto(self.choice[a, first:, span], chosen, where=better)
 
     def _keep(self, a: int, index: int) -> None:
         """Treat the window as menu point ``index`` says."""
@@ -336,17 +350,17 @@ class _Solver:
         """Extra time of a menu point; the last window of a nested run need not make what nobody reads again."""
         return point.extra_seconds - (point.idle_seconds if stop == b < self.count else 0.0)
 
-    def _redo(self, a: int, p: int) -> None:
-        """Run forward from ``a`` to ``p`` keeping nothing, and come back to it after all that follows."""
+    def _redo(self, a: int, p: int, high: int) -> None:
+        """Run forward from ``a`` to ``p`` keeping nothing, and come back to it later; for slots below ``high``."""
         left, shift = self.value[a, p], int(self.shifts[a, p])
-        if shift > self.slots or not np.isfinite(left[-1]):
+        if shift >= high or not np.isfinite(left[high - 1]):
             return
         piles = self.piles[p + 1 :, p]
         pad = int(piles.max())
         padded = np.concatenate([np.full(pad, np.inf, dtype=np.float32), left])
-        left = padded[self.grid[shift:] + pad - piles[:, None]] if pad else left[shift:]
+        left = padded[self.grid[shift:high] + pad - piles[:, None]] if pad else left[shift:high]
         seconds = np.float32(self.costs.seconds[p] - self.costs.seconds[a])
-        offer = self.value[p, p + 1 :, : self.slots + 1 - shift] + left + seconds
+        offer = self.value[p, p + 1 :, : high - shift] + left + seconds
         self._offer(a, p + 1, shift, offer, self._forward_needs(a, p, self.ends[p + 1 :]), -p)
 
     def _read(self, a: int, b: int, slot: int) -> tuple[_Move, ...]:
@@ -391,4 +405,4 @@ class _Solver:
                 total += self.price(move.inner, move.stop)
             else:
                 total += self._extra(self.menus[move.start][move.point], move.stop, b)
-        return total
+        return max(total, 0.0)

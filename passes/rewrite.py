@@ -110,9 +110,7 @@ class _Emitter:
         results = ([self.env[v] for v in segment.outputs], [self.env[v] for v in segment.saved], states)
         return self._finish(results, segment)
 
-    def backward(
-        self, segment: SegmentProgram, steps: tuple[Step, ...], present: tuple[bool, ...]
-    ) -> fx.GraphModule:
+    def backward(self, segment: SegmentProgram, steps: tuple[Step, ...], present: tuple[bool, ...]) -> fx.GraphModule:
         """Backward from (saved values, states, present tangents) to one gradient per input."""
         for value in segment.saved:
             self.env[value] = self.out.placeholder(self._name(value))
@@ -130,7 +128,9 @@ class _Emitter:
             else:
                 self._emit(step, again=True)
             started.add(step.slot)
-        results = [self.env[self.graph.total(slot)] if slot in started and slot >= 0 else None for slot in segment.gradients]
+        results = [
+            self.env[self.graph.total(slot)] if slot in started and slot >= 0 else None for slot in segment.gradients
+        ]
         return self._finish(results, segment)
 
     def _finish(self, results: Any, segment: SegmentProgram) -> fx.GraphModule:
@@ -151,7 +151,7 @@ class _Emitter:
         if again and str(node.target) in UPDATING_NORMS and node.args[TRAINING_ARGUMENT] is True:
             # A normalisation that is recomputed must not move its running statistics again.
             statistics = {node.args[index] for index in STATISTICS_ARGUMENTS}  # type: ignore[misc]
-        new = self.out.node_copy(node, lambda source: None if source in statistics else self.env[self.index[source]])  # type: ignore[arg-type,return-value]
+        new = self.out.node_copy(node, lambda source: None if source in statistics else self.env[self.index[source]])
         if step.inplace:
             new.target = _inplace(node.target)
         elif step.op == "replay":
@@ -159,7 +159,8 @@ class _Emitter:
             if node.target is bernoulli_like:
                 new.target = replay_bernoulli
             else:
-                new.target, new.args = replay_random, (node.target, *new.args)
+                new.args = (node.target, *new.args)  # type: ignore[arg-type]
+                new.target = replay_random
         if again:
             new.meta["recomputed"] = True
         self.env[step.value] = new

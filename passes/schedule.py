@@ -1,7 +1,7 @@
 """Lower a plan to straight-line programs: what each segment runs forward, saves, and runs backward.
 
-Recomputation is placed right before the first use. What a backward reads from outside its segment is saved without being
-asked for, and so is every value that cannot be made again; a plan can therefore never be wrong, only dear.
+Recomputation is placed right before the first use. What a backward reads from outside its segment is saved without
+being asked for, and so is every value that cannot be made again; a plan can therefore never be wrong, only dear.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class _Context:
         self.required = set(graph.required)
         given = {storage for node in graph.nodes if node.phase == "input" for storage in node.storages}
         self.input_views = {
-            value for value in graph.forward if graph.nodes[value].view and given.issuperset(graph.nodes[value].storages)
+            value
+            for value in graph.forward
+            if graph.nodes[value].view and given.issuperset(graph.nodes[value].storages)
         }  # made again from the input itself, whose version autograd watches; a saved view would hide a change
         self.first_total = len(graph.nodes)
         self.items: dict[int, list[int]] = {}
@@ -174,7 +176,12 @@ class _Backward:
         wanted: set[int] = set()
         while stack:
             value = stack.pop()
-            if value in wanted or value in self.available or value in self.forced or not self.inside(value, self.start, self.stop):
+            if (
+                value in wanted
+                or value in self.available
+                or value in self.forced
+                or not self.inside(value, self.start, self.stop)
+            ):
                 continue
             wanted.add(value)
             stack += self.graph.nodes[value].inputs
@@ -352,9 +359,7 @@ class _SegmentLowering:
         return returned, passed
 
 
-def _finish(
-    graph: Graph, steps: list[Step], results: set[int], tangents: Iterable[int]
-) -> tuple[Step, ...]:
+def _finish(graph: Graph, steps: list[Step], results: set[int], tangents: Iterable[int]) -> tuple[Step, ...]:
     """Add to each step the values whose last use it is; ``results`` live on."""
     total = graph.total
     reads: list[tuple[int, ...]] = []
@@ -387,7 +392,8 @@ def _finish(
                 frees[index].append(value)
             last[value] = index
     found = [
-        Step(step.op, step.value, step.slot, False, tuple(dict.fromkeys(frees[index]))) for index, step in enumerate(steps)
+        Step(step.op, step.value, step.slot, False, tuple(dict.fromkeys(frees[index])))
+        for index, step in enumerate(steps)
     ]
     return _Overwrites(graph, tangents).mark(found)
 

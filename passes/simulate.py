@@ -10,6 +10,7 @@ from fxckpt.plan import Graph, Program, SegmentProgram, Step, Timeline
 
 __all__ = ["simulate"]
 
+LOSS_BYTES = 64  # the scalar loss and its like, which the caller holds during backward
 CATEGORIES = ("fixed", "gradients", "kept", "outputs", "recomputed", "temporary")
 
 
@@ -60,6 +61,8 @@ class _Run:
         self.states: list[list[_Block]] = []
         self.pending: dict[int, Value] = {}
         self.scope: dict[int, Value] = {}
+        self.random_states: dict[int, _Block] = {}
+        self.last_replay: dict[int, int] = {}
         self.segment, self.phase = 0, "forward"
         self.seconds = {"forward": 0.0, "backward": 0.0, "recompute": 0.0}
         self.segment_peaks: list[int] = []
@@ -103,11 +106,13 @@ class _Run:
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def _steps(self, steps: tuple[Step, ...]) -> None:
-        for step in steps:
+        for index, step in enumerate(steps):
             if step.op == "add" or step.op == "zero":
                 self._add(step)
             elif step.op != "record":
                 self._compute(step)
+            if step.op == "replay" and self.last_replay[step.value] == index:
+                self._drop({0: self.random_states.pop(step.value)})
             for value in step.frees:
                 self._drop(self.scope.pop(value, None))
 
@@ -162,6 +167,8 @@ class _Run:
     # -- forward ---------------------------------------------------------------------------------------------------
 
     def forward(self, program: Program) -> None:
+        if any(self.graph.nodes[value].random for value in self.graph.forward):
+            self._allocate(self.graph.state_bytes, "kept")  # the streams as the region found them, for double backward
         last: dict[int, int] = {}
         for index, segment in enumerate(program.segments):
             for value in segment.inputs:
@@ -189,9 +196,9 @@ class _Run:
         saved = {value: self._hold(dict(self._lookup(value))) for value in segment.saved}
         for value in saved.values():
             self._relabel(value, "kept")
-        for value in segment.outputs:
-            if value not in segment.inputs:
-                self.held[value] = self._hold(dict(self.scope.get(value, {})))
+        for output in segment.outputs:
+            if output not in segment.inputs:
+                self.held[output] = self._hold(dict(self.scope.get(output, {})))
         for value in [*self.scope.values(), *arguments]:
             self._drop(value)
         self.scope = {}
@@ -205,6 +212,7 @@ class _Run:
 
     def backward(self, program: Program, tangents: frozenset[int]) -> None:
         self.phase = "backward"
+        self._allocate(LOSS_BYTES, "outputs")
         for slot, entry in enumerate(self.graph.slots):
             if entry.tangent >= 0 and slot not in tangents:
                 self._drop(self.held.pop(entry.value, None))
@@ -224,30 +232,29 @@ class _Run:
         self.scope = saved
         arguments = []
         for slot in segment.tangents:
-            value = self.pending.pop(slot, None)
-            if value is not None:
-                arguments.append(value)
-                self.scope[graph.total(slot)] = self._hold(dict(value))
+            tangent = self.pending.pop(slot, None)
+            if tangent is not None:
+                arguments.append(tangent)
+                self.scope[graph.total(slot)] = self._hold(dict(tangent))
         self._mark(segment.name)
+        self.random_states = dict(zip(segment.states, states, strict=True))
+        self.last_replay = {step.value: index for index, step in enumerate(segment.backward) if step.op == "replay"}
         self._steps(segment.backward)
-        results = [(slot, self.scope.get(graph.total(slot))) for slot in segment.gradients if slot >= 0]
-        results = [(slot, self._hold(dict(value))) for slot, value in results if value is not None]  # type: ignore[misc]
+        totals = [(slot, self.scope.get(graph.total(slot))) for slot in segment.gradients if slot >= 0]
+        results = [(slot, self._hold(dict(value))) for slot, value in totals if value is not None]
         for value in [*self.scope.values(), *arguments]:
             self._drop(value)
         self.scope = {}
-        for block in states:
+        for block in self.random_states.values():
             self._drop({0: block})
         for slot, value in results:
-            assert value is not None
             self._deliver(slot, value)
         self._mark(segment.name)
 
     def _deliver(self, slot: int, value: Value) -> None:
         """Hand a returned gradient to the engine: it waits for its consumer, or becomes ``.grad``."""
         leaf = self.graph.slots[slot].owner == -1
-        if slot in self.pending:  # the engine adds in place
-            self._drop(value)
-        elif leaf and not self.graph.fresh_gradients:
+        if slot in self.pending or (leaf and not self.graph.fresh_gradients):  # the engine adds in place
             self._drop(value)
         else:
             self.pending[slot] = value

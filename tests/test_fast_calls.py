@@ -33,7 +33,7 @@ CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
     (aten.native_group_norm.default, (IMAGE, None, None, 2, 3, 64, 1, 1e-5), {}),
     (aten.embedding.default, (X, torch.tensor([1, 2])), {}), (aten.masked_fill.Scalar, (X, X > 0, 0.0), {}),
     (aten.where.self, (X > 0, X, Y), {}), (aten._softmax.default, (X, -1, False), {}),
-    (aten._log_softmax.default, (X, -1, False), {}), 
+    (aten._log_softmax.default, (X, -1, False), {}),
     (aten.cat.default, ([X, Y], 1), {}), (aten.gelu.default, (X,), {}),
 ]  # fmt: skip
 
