@@ -285,7 +285,7 @@ class _Solver:
         for a in range(count - 1, -1, -1):
             for index in range(len(self.menus[a])):
                 self._keep(a, index)
-            costly = (self.value[a] > 0).sum(axis=1)  # slots below which C(a, b) is not 0 yet
+            costly = (self.value[a] > self.value[a, :, -1:]).sum(axis=1)  # slots below which memory is worth something
             for p in range(a + 1, count):
                 self._redo(a, p, int(costly[p + 1 :].max()))
         amounts = [slot for slot in range(slots, -1, -1) if np.isfinite(self.value[0, count, slot])]

@@ -178,8 +178,8 @@ class _Run:
             self._forward_segment(segment)
             for value in [v for v in self.held if last.get(v, -1) <= index and v not in self.graph.outputs]:
                 self._drop(self.held.pop(value))
-        for value in self.held.values():
-            self._relabel_free(value)
+        for held in self.held.values():
+            self._relabel_free(held)
 
     def _relabel_free(self, value: Value) -> None:
         for block in value.values():
