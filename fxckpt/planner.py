@@ -32,6 +32,7 @@ from fxckpt.template import Template
 __all__ = ["Planner", "Settings"]
 
 log = logging.getLogger(__name__)
+MAX_PATTERNS = 8  # how often a model may be planned anew because its loss uses other outputs than thought
 
 
 @dataclass(slots=True)
@@ -68,7 +69,18 @@ class Entry:
         places = {id(fake): index for index, fake in enumerate(joint.fakes)}
         self.output = Template(joint.output, places)
         modules = dict(state.modules)
+        self.arrived: frozenset[int] | None = None
+        for segment in graph_module.children():
+            segment.observer = self._observe  # type: ignore[assignment]
         self.assigned = [(modules[path], name, Template(value, places)) for path, name, value in joint.assigned]
+
+    def _observe(self, index: int, present: tuple[bool, ...]) -> None:
+        """Remember which outputs the loss really used, so that the next step is planned for it."""
+        graph, found = self.decision.graph, set(self.decision.tangents if self.arrived is None else self.arrived)
+        for slot, there in zip(self.decision.program.segments[index].tangents, present, strict=True):
+            if graph.slots[slot].tangent >= 0:
+                (found.add if there else found.discard)(slot)
+        self.arrived = frozenset(found)
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One forward."""
@@ -105,6 +117,7 @@ class Planner:
         self.regions: Regions | None = None
         self.lock = threading.RLock()
         self.latest: Outcome | None = None
+        self.tried: set[frozenset[int]] = set()
 
     def run(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Forward of ``model`` (the plain view)."""
@@ -115,14 +128,37 @@ class Planner:
         latest = self.latest
         if latest is not None and latest.entry is not None and latest.guard is not None:
             leaves = latest.guard.leaves(args, kwargs)
-            if leaves is not None:
+            if leaves is not None and not self._surprised(latest):
                 return latest.entry.run(leaves)
         call = read_call(model, args, kwargs)
-        outcome = self.outcomes.get(call.key) or self.plan(model, args, kwargs, call)
+        known = self.outcomes.get(call.key)
+        if known is not None and self._surprised(known):
+            self._learn(call, known)
+            known = None
+        outcome = known or self.plan(model, args, kwargs, call)
         if outcome.entry is not None:
             return outcome.entry.run(call.leaves)
         assert self.regions is not None
         return self.regions.run(model, args, kwargs)
+
+    def _surprised(self, outcome: Outcome) -> bool:
+        """Whether backward got gradients for other outputs than planned, in a way not yet tried."""
+        entry = outcome.entry
+        if entry is None or entry.arrived is None or entry.arrived == entry.decision.tangents:
+            return False
+        return entry.arrived not in self.tried and len(self.tried) < MAX_PATTERNS
+
+    def _learn(self, call: Call, outcome: Outcome) -> None:
+        """Forget the plan of this call and expect the gradients that really arrived."""
+        entry = outcome.entry
+        assert entry is not None
+        assert entry.arrived is not None
+        with self.lock:
+            self.tried |= {entry.arrived, entry.decision.tangents}
+            self.captures[call.structure][0].tangents = entry.arrived
+            self.outcomes.pop(call.key, None)
+            if self.latest is outcome:
+                self.latest = None
 
     def plan(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call | None = None

@@ -86,7 +86,10 @@ def dp(graph: Graph, chain: Chain, menus: Sequence[Sequence[MenuPoint]], slots: 
     least = min(solver.peak(move, count) for move in moves)
     if least * 3 < top:
         moves.update(dict.fromkeys(solver.solve(least * 2)))
-    rows = sorted((solver.price(move, count), solver.peak(move, count), index) for index, move in enumerate(moves))
+    ranked = ((max(solver.price(move, count), 0.0), solver.peak(move, count)) for move in moves)
+    rows = sorted((price, peak, index) for index, (price, peak) in enumerate(ranked))
+        (max(solver.price(move, count), 0.0), solver.peak(move, count), index) for index, move in enumerate(moves)
+    )
     plans: list[Plan] = []
     names = [node.name for node in graph.nodes]
     lowest = None
@@ -405,4 +408,4 @@ class _Solver:
                 total += self.price(move.inner, move.stop)
             else:
                 total += self._extra(self.menus[move.start][move.point], move.stop, b)
-        return max(total, 0.0)
+        return total

@@ -19,7 +19,7 @@ LEVELS = [
     {"errors", "units", "_version", "_torch"},
     {"clock", "plan", "joint", "tables", "device", "hull", "optimizer", "snapshot"},
     {"state"},
-    {"double", "explain", "functional", "measure", "runtime", "signature", "template", "workspace"},
+    {"double", "explain", "functional", "overwrite", "measure", "runtime", "signature", "template", "workspace"},
     {"guard", "report", "passes"},
     {"decide"},
     {"pipeline", "regions"},
@@ -34,7 +34,7 @@ LEVELS = [
 # `runtime` is what a rewritten graph calls, so that only the pass that emits such calls may know it.
 ONLY_REWRITE = {"runtime"}
 WITHOUT_TORCH = {
-    "errors", "units", "plan", "tables", "explain", "hull", "report", "clock", "decide",
+    "errors", "units", "plan", "tables", "explain", "hull", "report", "clock", "decide", "overwrite",
     "passes.cuts", "passes.menu", "passes.dp", "passes.sqrtn", "passes.bound", "passes.schedule", "passes.simulate",
 }  # fmt: skip
 
