@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections import OrderedDict
@@ -69,18 +70,32 @@ class Entry:
         places = {id(fake): index for index, fake in enumerate(joint.fakes)}
         self.output = Template(joint.output, places)
         modules = dict(state.modules)
-        self.arrived: frozenset[int] | None = None
-        for segment in graph_module.children():
-            segment.observer = self._observe  # type: ignore[assignment]
+        self.seen: set[int] = set()
+        self.watched: set[int] = set()
+        self._watch()
         self.assigned = [(modules[path], name, Template(value, places)) for path, name, value in joint.assigned]
 
-    def _observe(self, index: int, present: tuple[bool, ...]) -> None:
-        """Remember which outputs the loss really used, so that the next step is planned for it."""
-        graph, found = self.decision.graph, set(self.decision.tangents if self.arrived is None else self.arrived)
-        for slot, there in zip(self.decision.program.segments[index].tangents, present, strict=True):
-            if graph.slots[slot].tangent >= 0:
-                (found.add if there else found.discard)(slot)
-        self.arrived = frozenset(found)
+    def _watch(self) -> None:
+        """Let segments tell which outputs the loss uses, as far as their gradients come from nowhere else."""
+        decision = self.decision
+        segments = list(self.graph_module.children())
+        for segment, program in zip(segments, decision.program.segments, strict=True):
+            own = [
+                (place, slot)
+                for place, (slot, expected) in enumerate(zip(program.tangents, program.expected, strict=True))
+                if decision.graph.slots[slot].tangent >= 0 and (slot in decision.tangents or not expected)
+            ]
+            if own:
+                self.watched.update(slot for _, slot in own)
+                segment.observer = functools.partial(self._observe, own)  # type: ignore[assignment]
+
+    def _observe(self, own: list[tuple[int, int]], present: tuple[bool, ...]) -> None:
+        self.seen.update(slot for place, slot in own if present[place])
+
+    def arrived(self) -> frozenset[int]:
+        """Slots of the outputs that got a gradient so far; those that were planned for if there was no backward yet."""
+        planned = self.decision.tangents
+        return (planned - self.watched) | self.seen if self.seen else planned
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One forward."""
@@ -143,19 +158,18 @@ class Planner:
 
     def _surprised(self, outcome: Outcome) -> bool:
         """Whether backward got gradients for other outputs than planned, in a way not yet tried."""
-        entry = outcome.entry
-        if entry is None or entry.arrived is None or entry.arrived == entry.decision.tangents:
+        if outcome.entry is None or len(self.tried) > MAX_PATTERNS:
             return False
-        return entry.arrived not in self.tried and len(self.tried) < MAX_PATTERNS
+        arrived = outcome.entry.arrived()
+        return arrived != outcome.entry.decision.tangents and arrived not in self.tried
 
     def _learn(self, call: Call, outcome: Outcome) -> None:
         """Forget the plan of this call and expect the gradients that really arrived."""
         entry = outcome.entry
         assert entry is not None
-        assert entry.arrived is not None
         with self.lock:
-            self.tried |= {entry.arrived, entry.decision.tangents}
-            self.captures[call.structure][0].tangents = entry.arrived
+            self.tried |= {entry.arrived(), entry.decision.tangents}
+            self.captures[call.structure][0].tangents = entry.arrived()
             self.outcomes.pop(call.key, None)
             if self.latest is outcome:
                 self.latest = None
@@ -229,7 +243,8 @@ class Planner:
         settings = self.settings
         budget = None if settings.budget_bytes is None else settings.budget_bytes - settings.reserve_bytes
         plan, settings.plan = settings.plan, None  # a given plan is for the first signature
-        return Goal(settings.strategy, budget, settings.best_effort, plan, type(model).__name__, inputs)
+        best = settings.best_effort or bool(self.tried)  # in the middle of training a warning must do
+        return Goal(settings.strategy, budget, best, plan, type(model).__name__, inputs)
 
     # -- models that are not captured whole ------------------------------------------------------------------------
 

@@ -71,8 +71,8 @@ class RecomputeFunction(torch.autograd.Function):
             return (None,) * (segment.input_count + 2)
         if torch.is_grad_enabled():
             return (None, None, *_differentiable(ctx, tangents))
-        if present != segment.expected and segment.observer is not None:
-            segment.observer(segment.index, present)
+        if segment.observer is not None:
+            segment.observer(present)
         code = segment.backward_code(present)
         boxed = list(ctx.saved_tensors)
         boxed += [tangent for tangent in tangents if tangent is not None]
@@ -90,7 +90,7 @@ class SegmentModule(nn.Module):
         specialise: builds the backward GraphModule for a pattern of present tangents.
         tangent_outputs: which outputs' gradients backward takes, in order.
         constant_outputs: outputs that no gradient flows to.
-        observer: told the index and the pattern when other gradients arrive than the plan expects.
+        observer: told in each backward which gradients arrived.
         detached: inputs that require grad but get none from this segment; they enter detached so that the autograd
             graph has the same edges as in eager.
     """
@@ -115,8 +115,8 @@ class SegmentModule(nn.Module):
         self.codes: dict[tuple[bool, ...], Code] = {}
         self.index, self.input_count = index, input_count
         self.tangent_outputs, self.constant_outputs, self.detached = tangent_outputs, constant_outputs, detached
-        self.differentiable, self.expected = differentiable, expected
-        self.observer: Callable[[int, tuple[bool, ...]], None] | None = None
+        self.differentiable = differentiable
+        self.observer: Callable[[tuple[bool, ...]], None] | None = None
         if differentiable:
             self.backward_graph = specialise(expected)
             self.codes[expected] = compile_graph(self.backward_graph)

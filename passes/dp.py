@@ -88,8 +88,6 @@ def dp(graph: Graph, chain: Chain, menus: Sequence[Sequence[MenuPoint]], slots: 
         moves.update(dict.fromkeys(solver.solve(least * 2)))
     ranked = ((max(solver.price(move, count), 0.0), solver.peak(move, count)) for move in moves)
     rows = sorted((price, peak, index) for index, (price, peak) in enumerate(ranked))
-        (max(solver.price(move, count), 0.0), solver.peak(move, count), index) for index, move in enumerate(moves)
-    )
     plans: list[Plan] = []
     names = [node.name for node in graph.nodes]
     lowest = None

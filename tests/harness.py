@@ -247,7 +247,7 @@ def differences(plain: Any, planned: Any, path: str = "", rounding: float = 0.0)
         plain: eager's recording.
         planned: the other.
         path: name of the entry.
-        rounding: floating point tensors may differ by this share of their largest element. Only second derivatives need
+        rounding: floating point tensors may differ by this share of their largest element, or of 0.1. Only second derivatives need
             it: eager adds the gradients that reach a node from the first and from the second backward before it
             multiplies, a segment whose backward was replayed multiplies first.
     """
@@ -284,7 +284,7 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _nearly(a: torch.Tensor, b: torch.Tensor, rounding: float) -> bool:
     if not rounding or a.dtype != b.dtype or a.shape != b.shape or not a.is_floating_point():
         return False
-    return bool((a - b).abs().max() <= rounding * a.abs().max())
+    return bool((a - b).abs().max() <= rounding * max(0.1, a.abs().max().item()))
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> str:
