@@ -5,11 +5,18 @@ import random
 
 import pytest
 
+from fxckpt.passes import simulate as module
 from fxckpt.passes.cuts import cuts
 from fxckpt.passes.schedule import schedule
 from fxckpt.passes.simulate import simulate
 from fxckpt.plan import Graph, Plan, Segment, Timeline
 from tests.oracle import Builder, mlp, random_graph, replay
+
+
+@pytest.fixture(autouse=True)
+def _no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss, a constant during backward, is left out of the sums below."""
+    monkeypatch.setattr(module, "LOSS_BYTES", 0)
 
 
 def _run(graph: Graph, plan: Plan, tangents: frozenset[int] | None = None) -> Timeline:
@@ -44,6 +51,24 @@ def test_a_step_that_one_can_add_up_by_hand() -> None:
     assert (parts["kept"], parts["outputs"]) == (3, 5)
     assert found.recompute_seconds == 0
     assert found.plain_seconds == (2 + 4) + (2 + 4)
+
+
+def test_the_loss_is_held_during_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, names = _two()
+    plan = Plan("none", (Segment(0, 2, tuple(names)),))
+    without = _run(graph, plan)
+    monkeypatch.setattr(module, "LOSS_BYTES", 10)
+    more = [b - a for a, b in zip(without.total_bytes, _run(graph, plan).total_bytes, strict=True)]
+    assert more == [0, 0, 10, 10, 10, 10]
+
+
+def test_generator_states_are_kept_for_a_random_operation() -> None:
+    builder = Builder(state_bytes=1000)
+    a = builder.op(builder.input(), reads=(-1,), weight=1, random=True)
+    graph = builder.build(builder.op(a, reads=(a,)))
+    kept = _run(graph, Plan("none", (Segment(0, 2, (graph.nodes[a].name,)),)))
+    replayed = _run(graph, Plan("dp", (Segment(0, 2),)))
+    assert 1000 <= kept.peak_bytes < 2000 <= replayed.peak_bytes  # one state for double backward, one for the replay
 
 
 def test_recomputation_is_paid_in_seconds_and_seen_in_the_parts() -> None:
@@ -117,7 +142,7 @@ def test_peak_and_time_are_those_of_an_independent_replay(seed: int, fresh: bool
 
 @pytest.mark.parametrize("seed", range(20))
 def test_all_that_is_left_at_the_end_is_fixed_outputs_and_gradients(seed: int) -> None:
-    graph = random_graph(seed, 14)
+    graph = random_graph(seed, 14, state_bytes=0)
     found = _run(graph, _plan(graph, random.Random(seed)))
     outputs = {storage for value in graph.outputs for storage in graph.nodes[value].storages}
     given = {storage for node in graph.nodes if node.phase == "input" for storage in node.storages}
