@@ -122,6 +122,7 @@ def _variants(x: torch.Tensor) -> dict[str, nn.Module]:
 def overhead_rows(repeat: int) -> list[dict[str, Any]]:
     """Steps of all variants in turn, in random order, in one process; medians of the ratios to eager's step."""
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # the host's time is asked for; kernels this small gain nothing from a second thread
     x = torch.randn(2, 16, 64, requires_grad=True)
     variants = _variants(x)
     times: dict[str, list[float]] = {name: [] for name in variants}

@@ -212,6 +212,11 @@ def _plan_now(planned: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     try:
         with torch.enable_grad():
             planner_of(planned).plan(view, args, kwargs)
+    except FxckptError:
+        raise
+    except Exception as error:
+        name = type(view).__name__
+        raise InvalidArgumentError(f"{name}.forward fails with the example inputs: {error}") from error
     finally:
         for module, flag in flags:
             module.training = flag

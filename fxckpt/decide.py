@@ -108,6 +108,7 @@ class Options:
         if goal.plan is not None:
             if goal.plan.fingerprint not in ("", self.fingerprint):
                 raise PlanMismatchError("the plan was made for another model or another input signature")
+            _check(graph, goal.plan.segments, 0, len(graph.forward))
             frontier = Frontier((goal.plan,))
         else:
             frontier = clock.run(goal.strategy, _candidates, goal.strategy, self.held, self.chain, keep_all)
@@ -230,6 +231,25 @@ def _infeasible(goal: Goal, graph: Graph, plan: Plan, program: Program, timeline
     )
 
 
+def _check(graph: Graph, segments: tuple[Segment, ...], start: int, stop: int) -> None:
+    """Refuse segments that do not cover ``start`` to ``stop``, cut where one must not, or keep what is not there."""
+    names = {graph.nodes[value].name for value in graph.forward}
+    at = start
+    for segment in segments:
+        unknown = [name for name in segment.kept if name not in names]
+        if unknown:
+            raise PlanMismatchError(f"the plan keeps {unknown[0]!r}, which the captured graph does not have")
+        if segment.start != at or segment.stop <= at:
+            raise PlanMismatchError(f"the plan's segments do not follow one another at position {segment.start}")
+        at = segment.stop
+        if at < stop and any(low < at <= high for low, high in graph.forbidden):
+            raise PlanMismatchError(f"the plan cuts the graph at position {at}, inside one operation's results")
+        if segment.inner:
+            _check(graph, segment.inner, segment.start, segment.stop)
+    if at != stop:
+        raise PlanMismatchError(f"the plan covers {at} of {stop} positions of the captured graph")
+
+
 def _without_unused_outputs(graph: Graph, tangents: frozenset[int]) -> Graph:
     """The graph with only those outputs that the caller holds through backward and that get a gradient."""
     idle = [index for index, slot in enumerate(graph.slots) if slot.tangent >= 0 and index not in tangents]
@@ -240,7 +260,12 @@ def _without_unused_outputs(graph: Graph, tangents: frozenset[int]) -> Graph:
     for index in idle:
         slots[index] = dataclasses.replace(slots[index], tangent=-1)
     outputs = tuple(value for value in graph.outputs if value not in unused)
-    return dataclasses.replace(graph, outputs=outputs, slots=tuple(slots))
+    arrived, grad_nodes = set(tangents), []
+    for node in graph.grad_nodes:
+        runs = any(slot in arrived for slot in node.reads)
+        arrived.update(slot for slot, _ in node.contributes if runs)
+        grad_nodes.append(node if runs else dataclasses.replace(node, reads=(), nodes=(), contributes=()))
+    return dataclasses.replace(graph, outputs=outputs, slots=tuple(slots), grad_nodes=tuple(grad_nodes))
 
 
 def _keep_everything(graph: Graph, chain: Chain) -> Plan:

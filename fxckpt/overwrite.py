@@ -21,20 +21,21 @@ def mark_overwrites(graph: Graph, steps: list[Step], tangents: Iterable[int]) ->
     return _Overwrites(graph, tangents).mark(steps)
 
 
-class _Overwrites:
-    """Finds the steps that may write their result over an input that dies with them, as eager's in-place operators do.
+Place = tuple[object, ...]
 
-    Only storages that the program itself allocated, and that no other live value refers to, are written to: never an
-    argument, a saved value or a gradient that came in.
+
+class _Overwrites:
+    """Only storages that the program itself allocated, and that no other live value refers to, are written to: never an
+    argument, a saved value or a gradient that came in, nor a view of one.
     """
 
     def __init__(self, graph: Graph, tangents: Iterable[int]) -> None:
         self.graph = graph
-        self.place: dict[int, tuple[int, ...]] = {graph.total(slot): (-1,) for slot in tangents}
-        self.users: dict[int, int] = {-1: 1}
-        self.own: set[int] = set()
+        self.place: dict[int, Place] = {graph.total(slot): (("given", graph.total(slot)),) for slot in tangents}
+        self.users: dict[object, int] = {place[0]: 1 for place in self.place.values()}
+        self.own: set[object] = set()
         self.dense: dict[int, bool] = {}
-        self.fresh = len(graph.storage_bytes)
+        self.fresh = 0
 
     def mark(self, steps: list[Step]) -> tuple[Step, ...]:
         """``steps`` with ``inplace`` set where that is safe."""
@@ -43,7 +44,7 @@ class _Overwrites:
             if step.op == "run" and self._run(step):
                 step = dataclasses.replace(step, inplace=True)
             elif step.op == "replay":
-                self._define(step.value, self.graph.nodes[step.value].storages, True)
+                self._define(step.value, self._new(step.value), True)
             elif step.op in ("add", "zero") and self._add(step):
                 step = dataclasses.replace(step, inplace=True)
             for value in step.frees:
@@ -54,43 +55,53 @@ class _Overwrites:
     def _run(self, step: Step) -> bool:
         node = self.graph.nodes[step.value]
         first = node.inputs[0] if node.inputs else -1
-        inplace = (
-            node.inplace and bool(node.allocates) and not node.container and first in step.frees
-            and node.inputs.count(first) == 1 and self._free_to_write(first)
-        )  # fmt: skip
-        if inplace:
+        if node.inplace and node.allocates and not node.container and first in step.frees and self._writable(first):
             self._define(step.value, self.place[first], False)
             self.dense[step.value] = True
             return True
-        storages = node.storages
-        if not node.allocates:  # a view may look at storage that went from one value to another
-            held = [storage for source in node.inputs for storage in self.place.get(source, ())]
-            storages = storages if set(storages) <= set(held) else tuple(dict.fromkeys(held)) or storages
-        self._define(step.value, storages, bool(node.allocates))
+        if node.allocates:
+            self._define(step.value, self._new(step.value), True)
+        else:
+            self._define(step.value, self._viewed(step.value), False)
         self.dense[step.value] = node.dense
         return False
+
+    def _new(self, value: int) -> Place:
+        """Storages of a result that its operator allocates; a value computed twice has other ones each time."""
+        self.fresh += 1
+        return tuple((storage, self.fresh) for storage in self.graph.nodes[value].storages)
+
+    def _viewed(self, value: int) -> Place:
+        """Storages that a view looks at: those of its inputs, of a tuple only the one that it takes out."""
+        node = self.graph.nodes[value]
+        held = dict.fromkeys(storage for source in node.inputs for storage in self._place_of(source))
+        exact = [storage for storage in held if isinstance(storage, tuple) and storage[0] in node.storages]
+        return tuple(exact or held)
+
+    def _place_of(self, value: int) -> Place:
+        if value in self.place:
+            return self.place[value]
+        storages = self.graph.nodes[value].storages if value < len(self.graph.nodes) else (value,)
+        return tuple(("given", storage) for storage in storages)
 
     def _add(self, step: Step) -> bool:
         total = self.graph.total(step.slot)
         if step.op == "add" and total not in self.place:
-            self._define(total, self.place.get(step.value, self._given(step.value)), False)
+            self._define(total, self._place_of(step.value), False)
             self.dense[total] = self.dense.get(step.value, False)
             return False
-        inplace = step.op == "add" and self._free_to_write(total) and self.dense.get(total, False)
+        inplace = step.op == "add" and self._writable(total) and self.dense.get(total, False)
         if not inplace:
             self.fresh += 1
-            self._define(total, (self.fresh,), True)
+            self._define(total, (("total", self.fresh),), True)
             self.dense[total] = True
         return inplace
 
-    def _given(self, value: int) -> tuple[int, ...]:
-        return self.graph.nodes[value].storages if value < len(self.graph.nodes) else (-1,)
-
-    def _free_to_write(self, value: int) -> bool:
+    def _writable(self, value: int) -> bool:
         place = self.place.get(value, ())
         return len(place) == 1 and place[0] in self.own and self.users.get(place[0], 0) == 1
 
-    def _define(self, value: int, storages: tuple[int, ...], allocated: bool) -> None:
+    def _define(self, value: int, storages: Place, allocated: bool) -> None:
         for storage in storages:
             self.users[storage] = self.users.get(storage, 0) + 1
         if allocated:

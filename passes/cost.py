@@ -15,6 +15,7 @@ from fxckpt.plan import GradNode, Graph, Node, Slot
 
 __all__ = ["cost"]
 
+aten = torch.ops.aten
 CUDA_BLOCK = 512  # the caching allocator hands out multiples of 512 bytes
 
 
@@ -137,6 +138,8 @@ class _Costs:
         phase = "forward" if node in self.forward else "backward"
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source_node: source_node.meta.get("val"))
         value = node.meta.get("val")
+        if new and phase == "backward" and _is_alias(node):
+            storages, new = tuple(storage for storage in storages if storage not in new), ()
         view = is_view(node.target) and not new
         flops, moved = (0, 0) if is_view(node.target) else op_work(node.target, args, kwargs, value)
         return Node(
@@ -214,6 +217,13 @@ class _Costs:
 def _op_name(target: Any) -> str:
     """Name of an operator or function, the same in every process: a plan is tied to its graph by such names."""
     return str(target) if _torch.is_operator(target) else str(target.__name__)
+
+
+def _is_alias(node: fx.Node) -> bool:
+    """Whether the result lies in the storage of an argument, by the operator's schema."""
+    schema = getattr(node.target, "_schema", None)
+    named = node.target in (operator.getitem, aten._unsafe_view.default)
+    return named or (schema is not None and any(result.alias_info is not None for result in schema.returns))
 
 
 def _is_random(node: fx.Node) -> bool:

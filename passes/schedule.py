@@ -109,6 +109,8 @@ class _Backward:
         if not segment.inner:
             self._leaf(segment)
             return
+        kept = {self.context.by_name[name] for name in segment.kept}
+        self.available = {v for v in self.available if v in kept or not self.inside(v, segment.start, segment.stop)}
         targets = self._targets(segment.inner)
         for inner, values in zip(segment.inner, targets, strict=True):
             self._replay(inner, values)

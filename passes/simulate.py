@@ -133,6 +133,8 @@ class _Run:
                     value[storage] = self._allocate(graph.storage_bytes[storage], category)
             elif storage in sources:
                 value[storage] = sources[storage]
+        if node.view and not value:
+            value = sources  # a view of a gradient total, whose storage goes by another number
         self._define(step.value, value)
         self.seconds["recompute" if again else node.phase] += node.seconds
         state = self.graph.state_bytes if step.op == "replay" else 0  # the stream's own state, while it is set back
@@ -254,12 +256,23 @@ class _Run:
     def _deliver(self, slot: int, value: Value) -> None:
         """Hand a returned gradient to the engine: it waits for its consumer, or becomes ``.grad``."""
         leaf = self.graph.slots[slot].owner == -1
-        if slot in self.pending or (leaf and not self.graph.fresh_gradients):  # the engine adds in place
+        if leaf and not self.graph.fresh_gradients:
             self._drop(value)
-        else:
-            self.pending[slot] = value
-            if leaf:
-                self._relabel(value, "gradients")
+            return
+        waiting = self.pending.get(slot)
+        if waiting is not None and all(block.references == 1 for block in waiting.values()):
+            self._drop(value)  # added in place
+            return
+        if waiting is not None:  # the engine adds in place only where nobody else holds the storage
+            total = self._hold({self.extra_storage: self._allocate(self.graph.slots[slot].bytes, "temporary")})
+            self.extra_storage += 1
+            self._mark("sum")
+            self._drop(waiting)
+            self._drop(value)
+            value = total
+        self.pending[slot] = value
+        if leaf:
+            self._relabel(value, "gradients")
 
     def timeline(self, program: Program) -> Timeline:
         """The record as plain data."""

@@ -248,9 +248,8 @@ def differences(plain: Any, planned: Any, path: str = "", rounding: float = 0.0)
         planned: the other.
         path: name of the entry.
         rounding: floating point tensors may differ by this share of their largest element, or of 0.1. Only second
-            derivatives need
-            it: eager adds the gradients that reach a node from the first and from the second backward before it
-            multiplies, a segment whose backward was replayed multiplies first.
+            derivatives need it: eager adds the gradients that reach a node from the first and from the second backward
+            before it multiplies, a segment whose backward was replayed multiplies first.
     """
     if isinstance(plain, torch.Tensor) and isinstance(planned, torch.Tensor):
         if not _same_bits(plain, planned) and not _nearly(plain, planned, rounding):

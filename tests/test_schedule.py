@@ -259,7 +259,6 @@ def test_a_chain_of_many_stages_is_lowered_without_recursion() -> None:
     assert len(segment.forward) == 4000
 
 
-@pytest.mark.xfail(reason="a view of a saved value is taken for a view of the recomputed one", strict=True)
 def test_a_saved_view_of_what_is_recomputed_is_not_written_over() -> None:
     builder = Builder()
     a = builder.op(builder.input(3), weight=1, size=3)
