@@ -42,6 +42,7 @@ def auto_checkpoint(
     leave: Sequence[str] = (),
     regions: Sequence[str] = (),
     max_signatures: int = 16,
+    verify: Literal["off", "first"] = "off",
 ) -> nn.Module:
     """Make ``model`` train within a memory budget, with the same numbers bit for bit.
 
@@ -65,6 +66,8 @@ def auto_checkpoint(
             is around them is planned in regions.
         regions: paths or patterns of the modules to plan; nothing else is. Empty means the whole model or, where that
             cannot be captured, its largest submodules that can.
+        verify: ``"first"`` runs the first step both ways, before it is taken, and compares loss, outputs, gradients, buffers
+            and random states bit for bit. The loss is the output's own or a sum of squares.
         max_signatures: how many kinds of input keep their plans; the least recently planned goes first.
 
     Returns:
@@ -75,9 +78,12 @@ def auto_checkpoint(
         CaptureError: the model's Python code cannot be followed.
         InvalidArgumentError: an argument is out of range or does not fit ``forward``.
         PlanMismatchError: ``plan`` belongs to another model or other inputs.
+        VerificationError: at the first call, if ``verify="first"`` finds a difference.
     """
     settings = _settings(model, budget_gb, strategy, optimizer, reserve_gb, on_infeasible, plan)
-    settings.verbose, settings.max_signatures = verbose, max_signatures
+    if verify not in ("off", "first"):
+        raise InvalidArgumentError(f"verify must be 'off' or 'first', not {verify!r}")
+    settings.verbose, settings.max_signatures, settings.verify = verbose, max_signatures, verify == "first"
     settings.leave, settings.regions = _paths(model, leave), _paths(model, regions)
     if isinstance(model, PlannedModule):
         model = plain_view(model)

@@ -7,6 +7,7 @@ import functools
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from fxckpt.planner import Planner, Settings
@@ -65,7 +66,10 @@ def planner_of(model: nn.Module) -> Planner:
 def _planned_class(cls: type[nn.Module]) -> type[nn.Module]:
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return planner_of(self).run(plain_view(self), args, kwargs)
+        planner, model = planner_of(self), plain_view(self)
+        if planner.settings.verify and torch.is_grad_enabled() and model.training:
+            planner.verify(model, self, args, kwargs)
+        return planner.run(model, args, kwargs)
 
     body: dict[str, Any] = {
         "forward": forward, "__slots__": (SLOT,), "__module__": cls.__module__, "__qualname__": cls.__qualname__,

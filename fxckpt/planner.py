@@ -17,9 +17,10 @@ from fxckpt import _torch
 from fxckpt.decide import Decision, Goal, Options, decide
 from fxckpt.device import Device
 from fxckpt.double import DoubleReplay
-from fxckpt.errors import CaptureError, FxckptError, PassError
+from fxckpt.errors import CaptureError, FxckptError, PassError, VerificationError
 from fxckpt.guard import Guard
 from fxckpt.joint import JointGraph
+from fxckpt.measure import compare_steps
 from fxckpt.pipeline import Captured, build_graph, capture_region, emit
 from fxckpt.plan import Plan
 from fxckpt.regions import Regions, RegionUse, combined_plan, thin
@@ -49,6 +50,7 @@ class Settings:
     optimizer_bytes: int = 0
     max_signatures: int = 16
     verbose: int = 0
+    verify: bool = False
     leave: tuple[str, ...] = ()
     regions: tuple[str, ...] = ()
     known: dict[str, Plan] = field(default_factory=dict)
@@ -150,11 +152,25 @@ class Planner:
         if known is not None and self._surprised(known):
             self._learn(call, known)
             known = None
+        if known is not None:
+            self.outcomes.move_to_end(call.key)
         outcome = known or self.plan(model, args, kwargs, call)
         if outcome.entry is not None:
             return outcome.entry.run(call.leaves)
         assert self.regions is not None
         return self.regions.run(model, args, kwargs)
+
+    def verify(self, model: nn.Module, planned: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Once, before the first step: run it plain and planned and compare.
+
+        Raises:
+            VerificationError: they differ; names what does.
+        """
+        self.settings.verify = False
+        result = compare_steps(model, planned, args, kwargs, seed=None)
+        if not result.equal:
+            names = ", ".join(result.differences[:8]) + (", ..." if len(result.differences) > 8 else "")
+            raise VerificationError(f"the planned step of {type(model).__name__} differs from the plain one in {names}")
 
     def _surprised(self, outcome: Outcome) -> bool:
         """Whether backward got gradients for other outputs than planned, in a way not yet tried."""
