@@ -130,6 +130,8 @@ def overhead_rows(repeat: int) -> list[dict[str, Any]]:
         names = list(variants)
         random.shuffle(names)
         for name in names:
+            variants[name].zero_grad()
+            x.grad = None
             start = time.perf_counter()
             variants[name](x).sum().backward()
             if turn >= 10:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 
-from fxckpt.device import find_device
+from fxckpt.device import DEVICES, find_device
 from fxckpt.errors import FxckptError, InvalidArgumentError
 from fxckpt.model import PlannedModule, make_planned, plain_view, planner_of
 from fxckpt.optimizer import optimizer_state_bytes
@@ -43,6 +43,7 @@ def auto_checkpoint(
     regions: Sequence[str] = (),
     max_signatures: int = 16,
     verify: Literal["off", "first"] = "off",
+    cost: str = "roofline",
 ) -> nn.Module:
     """Make ``model`` train within a memory budget, with the same numbers bit for bit.
 
@@ -66,8 +67,11 @@ def auto_checkpoint(
             is around them is planned in regions.
         regions: paths or patterns of the modules to plan; nothing else is. Empty means the whole model or, where that
             cannot be captured, its largest submodules that can.
-        verify: ``"first"`` runs the first step both ways, before it is taken, and compares loss, outputs, gradients, buffers
-            and random states bit for bit. The loss is the output's own or a sum of squares.
+        verify: ``"first"`` runs the first step both ways, before it is taken, and compares loss, outputs, gradients,
+            buffers and random states bit for bit. The loss is the output's own or a sum of squares.
+        cost: where the times come from that tell cheap recomputation from dear: ``"roofline"`` (rates of the model's
+            device), the name of another device (``"a100"``, ``"h100"``, ``"h200"``, ``"cpu"``) whose rates to take, or
+            ``"measure"``, which times each distinct operator on the model's device.
         max_signatures: how many kinds of input keep their plans; the least recently planned goes first.
 
     Returns:
@@ -81,6 +85,12 @@ def auto_checkpoint(
         VerificationError: at the first call, if ``verify="first"`` finds a difference.
     """
     settings = _settings(model, budget_gb, strategy, optimizer, reserve_gb, on_infeasible, plan)
+    if cost not in ("roofline", "measure", *DEVICES):
+        known = ", ".join(map(repr, ("roofline", "measure", *DEVICES)))
+        raise InvalidArgumentError(f"unknown cost {cost!r}; known are {known}")
+    settings.measure = cost == "measure"
+    if cost in DEVICES:
+        settings.device = DEVICES[cost]
     if verify not in ("off", "first"):
         raise InvalidArgumentError(f"verify must be 'off' or 'first', not {verify!r}")
     settings.verbose, settings.max_signatures, settings.verify = verbose, max_signatures, verify == "first"
@@ -102,6 +112,7 @@ def make_plan(
     optimizer: torch.optim.Optimizer | None = None,
     reserve_gb: float = 0.0,
     on_infeasible: Literal["raise", "best"] = "raise",
+    cost: str = "roofline",
 ) -> Plan:
     """Decide, change nothing. Arguments and errors are those of :func:`auto_checkpoint`.
 
@@ -112,7 +123,7 @@ def make_plan(
         raise InvalidArgumentError("make_plan needs example inputs: make_plan(model, x, budget_gb=...)")
     planned = auto_checkpoint(
         model, *example_args, budget_gb=budget_gb, strategy=strategy, example_kwargs=example_kwargs,
-        optimizer=optimizer, reserve_gb=reserve_gb, on_infeasible=on_infeasible,
+        optimizer=optimizer, reserve_gb=reserve_gb, on_infeasible=on_infeasible, cost=cost,
     )  # fmt: skip
     return get_plan(planned)
 

@@ -30,6 +30,7 @@ from fxckpt.runtime import RegionCall
 from fxckpt.signature import Call, read_call
 from fxckpt.state import ModuleState, has_hooks, silent_hooks, storage_bytes, unchanged
 from fxckpt.template import Template
+from fxckpt.workspace import measure_seconds
 
 __all__ = ["Planner", "Settings"]
 
@@ -51,6 +52,7 @@ class Settings:
     max_signatures: int = 16
     verbose: int = 0
     verify: bool = False
+    measure: bool = False
     leave: tuple[str, ...] = ()
     regions: tuple[str, ...] = ()
     known: dict[str, Plan] = field(default_factory=dict)
@@ -227,13 +229,16 @@ class Planner:
             return self._plan_regions(model, args, kwargs, error)
         graph = build_graph(
             captured, settings.device, fresh_gradients=not call.has_gradients,
-            extra_fixed=_extra_fixed(model, settings),
+            extra_fixed=_extra_fixed(model, settings), seconds=self._seconds(captured),
         )  # fmt: skip
         decision = decide(graph, self._goal(model, _inputs_text(captured.joint)), captured.tangents)
         settings.known[decision.plan.fingerprint] = decision.plan
         entry = Entry(captured, decision, emit(captured, decision), state)
         report = _report(type(model).__name__, captured, decision)
         return self._done(model, Outcome(decision.plan, report, entry))
+
+    def _seconds(self, captured: Captured) -> dict[str, float]:
+        return measure_seconds(captured.joint) if self.settings.measure else {}
 
     def _done(self, model: nn.Module, outcome: Outcome) -> Outcome:
         log.info("planned %s: peak %d bytes", type(model).__name__, outcome.plan.peak_bytes)
@@ -296,7 +301,9 @@ class Planner:
         given: dict[str, Plan],
     ) -> RegionUse:  # fmt: skip
         captured, state = self._captured(module, args, kwargs, call)
-        graph = build_graph(captured, self.settings.device, fresh_gradients=not call.has_gradients)
+        graph = build_graph(
+            captured, self.settings.device, fresh_gradients=not call.has_gradients, seconds=self._seconds(captured)
+        )
         if all(graph.nodes[value].view for value in graph.forward):
             raise CaptureError("nothing to plan", reason="too small")
         goal = Goal(self.settings.strategy, None, plan=given.get(path), name=path)

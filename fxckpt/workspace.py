@@ -1,7 +1,8 @@
-"""Scratch memory of kernels, measured: each distinct operator of a graph runs once on inputs of its shapes."""
+"""Scratch memory and time of kernels, measured: each distinct operator of a graph runs on inputs of its shapes."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -12,7 +13,7 @@ from fxckpt import _torch
 from fxckpt.device import is_view
 from fxckpt.joint import JointGraph
 
-__all__ = ["measure_workspaces"]
+__all__ = ["measure_seconds", "measure_workspaces"]
 
 LIMIT_BYTES = 4 * 2**30  # an operator with larger inputs is not tried
 MARK_BYTES = 7_777  # size of the allocation that separates two operators in the allocator's record
@@ -27,6 +28,8 @@ _TRIED = (
 )  # fmt: skip
 _BLAS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default})
 _known: dict[Hashable, int] = {}
+_timed: dict[Hashable, float] = {}
+REPEATS = 3
 
 
 def measure_workspaces(joint: JointGraph, limit_bytes: int = LIMIT_BYTES) -> dict[str, int]:
@@ -157,3 +160,49 @@ def _cuda(node: fx.Node) -> int:
 
     _run(node, mark)
     return max(0, seen[-1]) if len(seen) == 2 else 0
+
+
+def measure_seconds(joint: JointGraph, limit_bytes: int = LIMIT_BYTES) -> dict[str, float]:
+    """Time of each operator on the graph's own device: each distinct one runs a few times, the fastest counts.
+
+    Args:
+        joint: the joint graph; its tensors tell shapes, strides, types and device.
+        limit_bytes: operators whose tensors take more than this together are left out.
+
+    Returns:
+        Seconds by node name. Operators that cannot run on made-up inputs (zeros) are missing; they keep the estimate.
+    """
+    keys = {node: _key(node) for node in joint.nodes if _can_be_timed(node)}
+    todo: dict[Hashable, fx.Node] = {}
+    for node, key in keys.items():
+        if key not in _timed and _bytes(node) <= limit_bytes:
+            todo.setdefault(key, node)
+    with torch.no_grad():
+        state = torch.get_rng_state()
+        for key, node in todo.items():
+            found = [_time(node) for _ in range(REPEATS)]
+            _timed[key] = min(found) if all(found) else 0.0
+        torch.set_rng_state(state)
+    return {node.name: _timed[key] for node, key in keys.items() if _timed.get(key)}
+
+
+def _can_be_timed(node: fx.Node) -> bool:
+    if node.op != "call_function" or is_view(node.target) or not _torch.is_operator(node.target):
+        return False
+    name: str = node.target._overloadpacket.__name__  # type: ignore[union-attr]
+    pointwise = torch.Tag.pointwise in node.target.tags and not name.endswith("_")
+    return node.target.namespace == "aten" and (pointwise or name.startswith(_TRIED))
+
+
+def _time(node: fx.Node) -> float:
+    """Seconds of one run, 0 if it cannot run."""
+    on_cuda = any(tensor.device.type == "cuda" for tensor in _tensors(node))
+    marks: list[float] = []
+
+    def mark() -> None:
+        if on_cuda:
+            torch.cuda.synchronize()
+        marks.append(time.perf_counter())
+
+    _run(node, mark)
+    return marks[1] - marks[0] if len(marks) == 2 else 0.0

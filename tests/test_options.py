@@ -1,4 +1,4 @@
-"""``verify="first"`` compares before the first step is taken."""
+"""Options of planning: ``verify`` compares before the first step is taken, ``cost`` chooses where times come from."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxckpt import VerificationError, auto_checkpoint
+from fxckpt import InvalidArgumentError, VerificationError, auto_checkpoint, get_plan
 from fxckpt.model import planner_of
 
 
@@ -39,3 +39,19 @@ def test_a_difference_is_named() -> None:
     entry.graph_module.forward = lambda *inputs: [value * 1.5 for value in run(*inputs)]  # type: ignore[method-assign]
     with pytest.raises(VerificationError, match="loss"):
         planned(x)
+
+
+@pytest.mark.parametrize("cost", ["roofline", "h200", "measure"])
+def test_costs_lead_to_plans_within_the_budget(cost: str) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
+    x = torch.randn(256, 64)
+    planned = auto_checkpoint(model, x, budget_gb=0.8e6 / 2**30, cost=cost, on_infeasible="best")
+    plain = auto_checkpoint(model, x, strategy="none")
+    assert get_plan(planned).extra_seconds > 0
+    assert get_plan(planned).peak_bytes < get_plan(plain).peak_bytes
+
+
+def test_unknown_costs_are_listed() -> None:
+    model, x = _model()
+    with pytest.raises(InvalidArgumentError, match="'a100'"):
+        auto_checkpoint(model, x, budget_gb=1, cost="v100")
