@@ -189,7 +189,7 @@ def measure_seconds(joint: JointGraph, limit_bytes: int = LIMIT_BYTES) -> dict[s
 def _can_be_timed(node: fx.Node) -> bool:
     if node.op != "call_function" or is_view(node.target) or not _torch.is_operator(node.target):
         return False
-    name: str = node.target._overloadpacket.__name__  # type: ignore[union-attr]
+    name: str = node.target._overloadpacket.__name__
     pointwise = torch.Tag.pointwise in node.target.tags and not name.endswith("_")
     return node.target.namespace == "aten" and (pointwise or name.startswith(_TRIED))
 
