@@ -7,6 +7,7 @@ moves one of them fails there and not inside a pass.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -37,6 +38,7 @@ __all__ = [
     "is_dense",
     "is_operator",
     "proxy_node",
+    "quiet_fakes",
     "sequence_number",
     "storage_key",
     "without_inner_checkpoints",
@@ -151,6 +153,18 @@ class BoxedCodeGen(CodeGen):
         names = [name.split(":")[0].split("=")[0].strip() for name in free_vars if name != "self"]
         unpack = f"    {', '.join(names)}, = boxed\n" if names else ""
         return f"def forward(self, boxed):\n{unpack}    boxed.clear()"
+
+
+@contextlib.contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Keep torch from logging a traceback for every operator without a fake kernel; the error itself still comes."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 @contextlib.contextmanager

@@ -97,7 +97,7 @@ class _Tracing:
         mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
         fakes = [_fake(tensor, mode) for tensor in self.tensors]
         try:
-            with mode:
+            with mode, _torch.quiet_fakes():
                 graph_module = make_fx(self.joint)(*fakes)
         except FxckptError:
             raise
