@@ -186,6 +186,8 @@ def _settings(
         raise InvalidArgumentError(f"{type(model).__name__} has no parameters to train")
     device = parameters[0].device if parameters else torch.device("cpu")
     budget = None if budget_gb is None else gib_to_bytes(budget_gb)
+    if budget is None and plan is not None and plan.budget_bytes:
+        budget = plan.budget_bytes  # for other kinds of input than that of the plan
     if budget is None and strategy == "dp" and plan is None:
         budget = _default_budget(model, device)
     return Settings(

@@ -19,7 +19,7 @@ from fxckpt.passes.sqrtn import sqrtn
 from fxckpt.plan import Chain, Frontier, Graph, Plan, Program, Segment, Timeline
 from fxckpt.units import GIB, format_bytes
 
-__all__ = ["Candidate", "Decision", "Goal", "Options", "Search", "decide", "simulated"]
+__all__ = ["Candidate", "Decision", "Goal", "Options", "Search", "decide", "fingerprint", "simulated"]
 
 MAX_SPLITS = 8  # a model with more differentiable outputs (a cache for each layer) is not cut at each of them
 
@@ -102,7 +102,7 @@ class Options:
         clock = self.clock = Clock()
         self.held = _without_unused_outputs(graph, tangents)
         self.chain = clock.run("cuts", cuts, self.held)
-        self.fingerprint = _fingerprint(graph)
+        self.fingerprint = fingerprint(graph)
         keep_all = _keep_everything(graph, self.chain)
         self.plain = clock.run("simulate", simulated, graph, keep_all, tangents)[1]
         if goal.plan is not None:
@@ -320,7 +320,7 @@ def _segment_name(graph: Graph, segment: Segment) -> str:
     return first if first == last else f"{first} .. {last}"
 
 
-def _fingerprint(graph: Graph) -> str:
+def fingerprint(graph: Graph) -> str:
     """Of structure and input sizes, not of costs: a plan made for one device's speed may run on another's.
 
     Sizes of results follow from those of the inputs, and fake tensors do not always tell them alike (slice_scatter).

@@ -26,10 +26,10 @@ class PlannedModule(nn.Module):
     """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuild, (plain_view(self), _portable(planner_of(self).settings))
+        return _rebuild, (plain_view(self), _portable(planner_of(self)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        result = _rebuild(copy.deepcopy(plain_view(self), memo), _portable(planner_of(self).settings))
+        result = _rebuild(copy.deepcopy(plain_view(self), memo), _portable(planner_of(self)))
         memo[id(self)] = result
         return result
 
@@ -42,8 +42,11 @@ def plain_view(model: nn.Module) -> nn.Module:
     return view
 
 
-def _portable(settings: Settings) -> Settings:
-    return replace(settings, plan=None, known=dict(settings.known))
+def _portable(planner: Planner) -> Settings:
+    """Settings for a copy of the model, which takes over the latest plan."""
+    latest = planner.latest
+    plan = planner.settings.plan if latest is None or latest.plan.regions else latest.plan
+    return replace(planner.settings, plan=plan, best_effort=planner.settings.best_effort or plan is not None)
 
 
 def _rebuild(model: nn.Module, settings: Settings) -> nn.Module:

@@ -6,7 +6,7 @@ import functools
 import logging
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from fxckpt import _torch
-from fxckpt.decide import Decision, Goal, Options, decide
+from fxckpt.decide import Decision, Goal, Options, decide, fingerprint
 from fxckpt.device import Device
 from fxckpt.double import DoubleReplay
 from fxckpt.errors import CaptureError, FxckptError, PassError, VerificationError
@@ -40,7 +40,7 @@ MAX_PATTERNS = 8  # how often a model may be planned anew because its loss uses 
 
 @dataclass(slots=True)
 class Settings:
-    """Options of ``auto_checkpoint`` as they are needed at planning time; ``known`` are plans by fingerprint."""
+    """Options of ``auto_checkpoint`` as they are needed at planning time."""
 
     strategy: str
     budget_bytes: int | None
@@ -55,7 +55,6 @@ class Settings:
     measure: bool = False
     leave: tuple[str, ...] = ()
     regions: tuple[str, ...] = ()
-    known: dict[str, Plan] = field(default_factory=dict)
 
 
 class Entry:
@@ -137,6 +136,7 @@ class Planner:
         self.lock = threading.RLock()
         self.latest: Outcome | None = None
         self.tried: set[frozenset[int]] = set()
+        self.planned = False
 
     def run(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Forward of ``model`` (the plain view)."""
@@ -231,8 +231,11 @@ class Planner:
             captured, settings.device, fresh_gradients=not call.has_gradients,
             extra_fixed=_extra_fixed(model, settings), seconds=self._seconds(captured),
         )  # fmt: skip
-        decision = decide(graph, self._goal(model, _inputs_text(captured.joint)), captured.tangents)
-        settings.known[decision.plan.fingerprint] = decision.plan
+        goal = self._goal(model, _inputs_text(captured.joint))
+        if goal.plan is not None and self.planned and goal.plan.fingerprint != fingerprint(graph):
+            goal = replace(goal, plan=None)  # a given plan is for the first kind of input, with or without gradients
+        decision = decide(graph, goal, captured.tangents)
+        self.planned = True
         entry = Entry(captured, decision, emit(captured, decision), state)
         report = _report(type(model).__name__, captured, decision)
         return self._done(model, Outcome(decision.plan, report, entry))
@@ -263,9 +266,8 @@ class Planner:
     def _goal(self, model: nn.Module, inputs: str) -> Goal:
         settings = self.settings
         budget = None if settings.budget_bytes is None else settings.budget_bytes - settings.reserve_bytes
-        plan, settings.plan = settings.plan, None  # a given plan is for the first signature
         best = settings.best_effort or bool(self.tried)  # in the middle of training a warning must do
-        return Goal(settings.strategy, budget, best, plan, type(model).__name__, inputs)
+        return Goal(settings.strategy, budget, best, settings.plan, type(model).__name__, inputs)
 
     # -- models that are not captured whole ------------------------------------------------------------------------
 
