@@ -201,11 +201,11 @@ def test_an_infeasible_budget_is_answered_with_no(capsys: pytest.CaptureFixture[
     assert "smallest" in err
 
 
-def test_a_model_that_cannot_run_is_answered_with_no(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", CHAIN, "--input", "2x3", "--budget", "1"]) == 1
+def test_inputs_that_the_model_cannot_run_on_are_wrong_use(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", CHAIN, "--input", "2x3", "--budget", "1"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert "CaptureError" in err
+    assert "fails with the example inputs" in err
 
 
 @pytest.mark.parametrize(

@@ -84,8 +84,9 @@ def test_planted_difference_is_found(fault: str) -> None:
 @pytest.mark.parametrize("name", cases.names())
 def test_eager_equals_eager(name: str) -> None:
     case = cases.load(name)
-    plain = harness.record(case.build, case.loss, **case.options())
-    again = harness.record(case.build, case.loss, **case.options())
+    options = {key: value for key, value in case.options().items() if key != "rounding"}
+    plain = harness.record(case.build, case.loss, **options)
+    again = harness.record(case.build, case.loss, **options)
     assert not list(harness.differences(plain, again))
     assert not [key for key in plain if key.endswith("error")]
 
