@@ -96,6 +96,7 @@ class _Backward:
         self.available: set[int] = set()
         self.external: dict[int, None] = {}
         self.read: set[int] = set()
+        self.made: set[int] = set()
         self.states: dict[int, None] = {}
         self.forced: dict[int, None] = {}
         self.totals: set[int] = set()
@@ -225,7 +226,8 @@ class _Backward:
     def _note(self, value: int) -> bool:
         """Whether ``value`` is at hand; remembers that it was read."""
         if value in self.available or value in self.forced:
-            self.read.add(value)
+            if value not in self.made:
+                self.read.add(value)
             return True
         if value >= self.context.first_total or self.graph.nodes[value].phase == "backward":
             return True
@@ -240,11 +242,13 @@ class _Backward:
             self.states[value] = None
         self.steps.append(Step("replay" if node.random else "run", value))
         self.available.add(value)
+        self.made.add(value)
         if node.container:  # take the results apart at once, so that the rest of the tuple is freed
             for item in self.context.items.get(value, ()):
                 if item in self.wanted and item not in self.available:
                     self.steps.append(Step("run", item))
                     self.available.add(item)
+                    self.made.add(item)
 
 
 def _closure(context: _Context, targets: set[int], start: int, stop: int) -> set[int]:
