@@ -35,6 +35,7 @@ class Goal:
         plan: a plan to use instead of solving.
         name: of the model, for messages.
         inputs: of the model, for messages.
+        reserve_bytes: part of the budget that no plan may use.
     """
 
     strategy: str
@@ -43,6 +44,12 @@ class Goal:
     plan: Plan | None = None
     name: str = "the model"
     inputs: str = ""
+    reserve_bytes: int = 0
+
+    @property
+    def limit(self) -> int | None:
+        """Largest peak of a plan in bytes, None for no limit."""
+        return None if self.budget_bytes is None else self.budget_bytes - self.reserve_bytes
 
 
 @dataclass(slots=True)
@@ -75,7 +82,7 @@ def decide(graph: Graph, goal: Goal, tangents: frozenset[int], floor_bytes: int 
         PlanMismatchError: ``goal.plan`` belongs to another graph.
     """
     options = Options(graph, goal, tangents, floor_bytes)
-    limit = None if goal.plan is not None else goal.budget_bytes
+    limit = None if goal.plan is not None else goal.limit
     find = options.search.first if limit is None else options.search.cheapest_within
     chosen = options.clock.run("schedule", find, limit or 0)
     smallest = options.search.smallest()
@@ -128,8 +135,8 @@ class Options:
         program = Program(tuple(dataclasses.replace(p, name=s.name) for p, s in named))
         smallest = max(self.search.smallest()[2].peak_bytes, self.floor_bytes)
         least = None
-        if goal.budget_bytes is not None and goal.strategy == "dp":
-            least = self.clock.run("bound", bound, self.held, max(goal.budget_bytes, plan.peak_bytes))
+        if goal.limit is not None and goal.strategy == "dp":
+            least = self.clock.run("bound", bound, self.held, max(goal.limit, plan.peak_bytes))
         return Decision(
             graph, self.chain, plan, program, timeline, self.plain, smallest, self.tangents, self.clock.seconds, least
         )  # fmt: skip
@@ -213,7 +220,7 @@ class Search:
 
 
 def _infeasible(goal: Goal, graph: Graph, plan: Plan, program: Program, timeline: Timeline) -> BudgetInfeasibleError:
-    smallest = timeline.peak_bytes
+    smallest = timeline.peak_bytes + goal.reserve_bytes
     label = timeline.labels[timeline.peak_index]
     node = next((node for node in graph.nodes if node.name == label[2]), None)
     fixed = graph.fixed_bytes + sum(slot.bytes for slot in graph.slots if slot.owner == -1 and graph.fresh_gradients)
@@ -226,6 +233,8 @@ def _infeasible(goal: Goal, graph: Graph, plan: Plan, program: Program, timeline
         f"{node.module + ', ' + node.source if node is not None and node.source else label[2]}",
         f"  Try: budget_gb={-(-smallest * 1000 // GIB) / 1000:g}, or a smaller batch.",
     ]
+    if goal.reserve_bytes:
+        lines.insert(2, f"  of that, reserved        {format_bytes(goal.reserve_bytes)}")
     return BudgetInfeasibleError(
         "\n".join(lines), budget_bytes=goal.budget_bytes or 0, min_peak_bytes=smallest, fixed_bytes=fixed
     )

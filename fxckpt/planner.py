@@ -102,13 +102,17 @@ class Entry:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One forward."""
-        return self.run(pytree.tree_leaves((args, kwargs)))
+        return self.run(self.tensors(pytree.tree_leaves((args, kwargs))))
 
-    def run(self, leaves: list[Any]) -> Any:
-        """One forward from flat inputs."""
+    def tensors(self, leaves: list[Any]) -> list[Tensor]:
+        """All that the graph reads: the model's tensors as they are now, then those among the flat inputs."""
         tensors = [entries[key] for entries, key in self.state_places]
         tensors += [leaves[index] for index in self.argument_indices]
         tensors += self.constants
+        return tensors
+
+    def run(self, tensors: list[Tensor]) -> Any:
+        """One forward from all that the graph reads."""
         results: list[Tensor] = self.graph_module(RegionCall(self.replay, tensors), *tensors)
         for module, name, template in self.assigned:
             setattr(module, name, template.fill(results))
@@ -142,13 +146,24 @@ class Planner:
         """Forward of ``model`` (the plain view)."""
         if not torch.is_grad_enabled() or not model.training or _torch.functorch_active():
             return model.forward(*args, **kwargs)
+        # A capture puts fake tensors into the model for its time, which no other thread may meet.
+        with self.lock:
+            entry, leaves = self._find(model, args, kwargs)
+            if entry is None:
+                assert self.regions is not None
+                return self.regions.run(model, args, kwargs)
+            tensors = entry.tensors(leaves)
+        return entry.run(tensors)
+
+    def _find(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Entry | None, list[Any]]:
+        """What runs this call, planned now if need be, with the flat inputs; no entry if the model runs in regions."""
         if self.regions is not None and self.regions.settled:
-            return self.regions.run(model, args, kwargs)
+            return None, []
         latest = self.latest
         if latest is not None and latest.entry is not None and latest.guard is not None:
             leaves = latest.guard.leaves(args, kwargs)
             if leaves is not None and not self._surprised(latest):
-                return latest.entry.run(leaves)
+                return latest.entry, leaves
         call = read_call(model, args, kwargs)
         known = self.outcomes.get(call.key)
         if known is not None and self._surprised(known):
@@ -157,10 +172,7 @@ class Planner:
         if known is not None:
             self.outcomes.move_to_end(call.key)
         outcome = known or self.plan(model, args, kwargs, call)
-        if outcome.entry is not None:
-            return outcome.entry.run(call.leaves)
-        assert self.regions is not None
-        return self.regions.run(model, args, kwargs)
+        return outcome.entry, call.leaves
 
     def verify(self, model: nn.Module, planned: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Once, before the first step: run it plain and planned and compare.
@@ -265,9 +277,11 @@ class Planner:
 
     def _goal(self, model: nn.Module, inputs: str) -> Goal:
         settings = self.settings
-        budget = None if settings.budget_bytes is None else settings.budget_bytes - settings.reserve_bytes
         best = settings.best_effort or bool(self.tried)  # in the middle of training a warning must do
-        return Goal(settings.strategy, budget, best, settings.plan, type(model).__name__, inputs)
+        return Goal(
+            settings.strategy, settings.budget_bytes, best, settings.plan, type(model).__name__, inputs,
+            settings.reserve_bytes,
+        )  # fmt: skip
 
     # -- models that are not captured whole ------------------------------------------------------------------------
 

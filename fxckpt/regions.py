@@ -20,7 +20,7 @@ from torch import nn
 from fxckpt.decide import Candidate, Decision, Goal, Options
 from fxckpt.errors import BudgetInfeasibleError, CaptureError, FxckptError
 from fxckpt.plan import Plan, Timeline
-from fxckpt.units import format_bytes
+from fxckpt.units import GIB, format_bytes
 
 __all__ = ["LeftOut", "RegionUse", "Regions", "combined_plan", "thin"]
 
@@ -155,17 +155,19 @@ class Regions:
         uses = [self.uses[key] for key in dict.fromkeys(self.order)]
         calls = [self.uses[key] for key in self.order]
         self.settled = True
-        limit = self.goal.budget_bytes
+        limit = self.goal.limit
         if limit is None:
             return _peak(calls, base_bytes, gradient_bytes)
         for use in uses:
             use.chosen = len(use.choices) - 1
         smallest = _peak(calls, base_bytes, gradient_bytes)
         if smallest > limit and not self.goal.best_effort:
+            smallest += self.goal.reserve_bytes
+            budget = self.goal.budget_bytes or 0
             raise BudgetInfeasibleError(
-                f"no plan fits {format_bytes(limit)} for {self.goal.name}: its {len(uses)} regions reach "
-                f"{format_bytes(smallest)} at the least.\n  Try: budget_gb={-(-smallest * 1000 // 2**30) / 1000:g}",
-                budget_bytes=limit, min_peak_bytes=smallest, fixed_bytes=base_bytes + gradient_bytes,
+                f"no plan fits {format_bytes(budget)} for {self.goal.name}: its {len(uses)} regions reach "
+                f"{format_bytes(smallest)} at the least.\n  Try: budget_gb={-(-smallest * 1000 // GIB) / 1000:g}",
+                budget_bytes=budget, min_peak_bytes=smallest, fixed_bytes=base_bytes + gradient_bytes,
             )  # fmt: skip
         for use in uses:
             use.chosen = 0

@@ -32,7 +32,9 @@ def _measured(case: models.ModelCase, model: nn.Module, args: Any, kwargs: Any, 
 
     step()
     model.zero_grad()
-    return measure_peak(step, held=(model, args, kwargs, optimizer)).total_bytes
+    peak = measure_peak(step, held=(model, args, kwargs, optimizer)).total_bytes
+    model.zero_grad()  # gradients that exist would count in the next plan
+    return peak
 
 
 def _built(name: str) -> tuple[models.ModelCase, nn.Module, tuple[Any, ...], dict[str, Any]]:
@@ -74,7 +76,8 @@ def test_smaller_budgets_never_peak_higher_nor_work_less(name: str) -> None:
 
 def test_budget_of_the_plain_peak_recomputes_nothing() -> None:
     case, model, args, kwargs = _built("unet")
-    plan = make_plan(model, *args, budget_gb=1.01 * _plain_peak("unet") / 2**30)
+    # The prediction has the output alive through backward, which the measured step gives up.
+    plan = make_plan(model, *args, budget_gb=(1 + TOLERANCE) * _plain_peak("unet") / 2**30)
     assert plan.extra_seconds == 0
 
 
