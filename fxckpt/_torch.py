@@ -20,8 +20,9 @@ import torch.utils.checkpoint
 from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode as _get_proxy_mode
-from torch.fx.experimental.proxy_tensor import get_proxy_slot
+from torch.fx.experimental.proxy_tensor import get_proxy_slot, make_fx
 from torch.fx.graph import CodeGen
 
 __all__ = [
@@ -37,10 +38,12 @@ __all__ = [
     "functorch_active",
     "is_dense",
     "is_operator",
+    "lazy_graph_module",
     "proxy_node",
     "quiet_fakes",
     "sequence_number",
     "storage_key",
+    "traced",
     "without_inner_checkpoints",
 ]
 
@@ -124,6 +127,19 @@ for _key in (
 ):
     if hasattr(torch._C.DispatchKey, _key):
         _BELOW = _BELOW | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _key))
+
+
+def traced(function: Callable[..., Any], inputs: list[Tensor]) -> fx.GraphModule:
+    """``make_fx`` without Python code for the result, which takes as long as a tenth of the trace and nobody runs."""
+    with _use_lazy_graph_module(True):
+        module = make_fx(function)(*inputs)
+    assert isinstance(module, fx.GraphModule)
+    return module
+
+
+def lazy_graph_module(root: torch.nn.Module, graph: fx.Graph, class_name: str) -> fx.GraphModule:
+    """A GraphModule that generates its Python code when somebody asks for it."""
+    return _LazyGraphModule(root, graph, class_name)
 
 
 def below_autograd() -> Any:

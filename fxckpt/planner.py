@@ -14,6 +14,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from fxckpt import _torch
+from fxckpt.clock import without_collection
 from fxckpt.decide import Decision, Goal, Options, decide, fingerprint
 from fxckpt.device import Device
 from fxckpt.double import DoubleReplay
@@ -212,7 +213,8 @@ class Planner:
         with self.lock:
             outcome = self.outcomes.get(call.key)
             if outcome is None:
-                outcome = self._plan(model, args, kwargs, call)
+                with without_collection():
+                    outcome = self._plan(model, args, kwargs, call)
                 self.outcomes[call.key] = outcome
                 while len(self.outcomes) > self.settings.max_signatures:
                     self.outcomes.popitem(last=False)

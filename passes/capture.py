@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -98,7 +97,7 @@ class _Tracing:
         fakes = [_fake(tensor, mode) for tensor in self.tensors]
         try:
             with mode, _torch.quiet_fakes():
-                graph_module = make_fx(self.joint)(*fakes)
+                graph_module = _torch.traced(self.joint, fakes)
         except FxckptError:
             raise
         except Exception as error:
@@ -117,7 +116,6 @@ class _Tracing:
             )
         self._check_assigned()
         nodes = {node.name: node for node in graph_module.graph.nodes}
-        assert isinstance(graph_module, fx.GraphModule)
         return Trace(
             graph_module=graph_module, inputs=self.inputs, assigned=self.assigned, forward_tag=self.forward_tag,
             backward_tag=self.backward_tag, edges=self.edges, places=self.places.by_name, records=self.records,

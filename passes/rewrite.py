@@ -136,7 +136,7 @@ class _Emitter:
     def _finish(self, results: Any, segment: SegmentProgram) -> fx.GraphModule:
         self.out.output(results)
         self.out.lint()
-        return fx.GraphModule(torch.nn.Module(), self.out, class_name=_identifier(segment.name) or "segment")
+        return _torch.lazy_graph_module(torch.nn.Module(), self.out, _identifier(segment.name) or "segment")
 
     def _name(self, value: int) -> str:
         return self.graph.nodes[value].name
