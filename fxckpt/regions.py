@@ -20,6 +20,7 @@ from torch import nn
 from fxckpt.decide import Candidate, Decision, Goal, Options
 from fxckpt.errors import BudgetInfeasibleError, CaptureError, FxckptError
 from fxckpt.plan import Plan, Timeline
+from fxckpt.signature import Call
 from fxckpt.units import GIB, format_bytes
 
 __all__ = ["LeftOut", "RegionUse", "Regions", "combined_plan", "thin"]
@@ -80,19 +81,20 @@ class Regions:
 
     Attributes:
         make: captures a module for a call and returns its use; raises CaptureError.
-        key: what a plan of a module depends on, for a call of it.
+        key: takes a call of a module apart; its structure is what the plan of the region is kept under.
         goal: strategy and budget of the whole step.
         leave: patterns of module paths that stay Python.
         only: patterns of module paths that become regions; empty means any.
         uses: the regions, by path and key.
         left: modules that could not be captured, by path.
         plain: paths of modules with nothing to plan.
-        settled: the budget has been shared out; regions met from now on take the plan that costs least.
+        settled: the budget has been shared out; a region met from now on takes what the others leave.
         order: keys of ``uses`` in the order of the calls of the first pass.
+        outside_bytes: fixed memory of the whole step, and parameter gradients that do not exist yet.
     """
 
-    make: Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any], Any], RegionUse]
-    key: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+    make: Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any], Call], RegionUse]
+    key: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Call]
     goal: Goal
     leave: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
@@ -101,6 +103,7 @@ class Regions:
     plain: set[str] = field(default_factory=set)
     settled: bool = False
     order: list[Any] = field(default_factory=list)
+    outside_bytes: tuple[int, int] = (0, 0)
 
     def run(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Forward of ``model`` with its regions planned."""
@@ -124,23 +127,37 @@ class Regions:
 
     def lookup(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RegionUse | None:
         """The planned region for this call, None if the module stays Python."""
-        key = (path, self.key(module, args, kwargs))
+        call = self.key(module, args, kwargs)
+        key = (path, call.structure)  # with or without gradients from before, a region keeps its plan
         use = self.uses.get(key)
         if use is None:
             try:
-                use = self.make(path, module, args, kwargs, key[1])
+                use = self.make(path, module, args, kwargs, call)
             except CaptureError as error:
                 if error.reason in ("nothing requires grad", "too small"):
                     self.plain.add(path)
                 else:
                     self.left[path] = LeftOut(path, error.reason, error.source)
                 return None
-            self.uses[key] = use
-            use.chosen = len(use.choices) - 1 if self.goal.budget_bytes is not None and not self.settled else use.chosen
+            self._choose(use)
             use.settle()
+            self.uses[key] = use
         if not self.settled:
             self.order.append(key)
         return use
+
+    def _choose(self, use: RegionUse) -> None:
+        """Choose a plan for a region just met: until the budget is shared out the smallest, then what is left."""
+        limit = self.goal.limit
+        if limit is None:
+            return
+        smallest = len(use.choices) - 1
+        if self.settled:  # a call of another kind takes the place of the one that was planned for
+            calls = [other for key in self.order if (other := self.uses[key]).path != use.path]
+            while use.chosen < smallest and _peak([*calls, use], *self.outside_bytes) > limit:
+                use.chosen += 1
+        else:
+            use.chosen = smallest
 
     def allocate(self, base_bytes: int, gradient_bytes: int) -> int:
         """Choose a plan for every region so that the step fits; the predicted peak in bytes.
@@ -154,7 +171,7 @@ class Regions:
         """
         uses = [self.uses[key] for key in dict.fromkeys(self.order)]
         calls = [self.uses[key] for key in self.order]
-        self.settled = True
+        self.settled, self.outside_bytes = True, (base_bytes, gradient_bytes)
         limit = self.goal.limit
         if limit is None:
             return _peak(calls, base_bytes, gradient_bytes)

@@ -14,6 +14,7 @@ from fxckpt import auto_checkpoint, get_graph_module, get_plan, get_report, make
 from fxckpt.check import CheckResult
 from fxckpt.errors import BudgetInfeasibleError, CaptureError, FxckptError, InvalidArgumentError
 from fxckpt.measure import compare_steps, default_loss
+from fxckpt.model import planner_of
 from fxckpt.plan import Plan
 from fxckpt.regions import thin
 from fxckpt.report_regions import RegionsReport
@@ -128,6 +129,34 @@ def test_a_block_that_is_met_later_becomes_a_region() -> None:
     planned(-x).sum().backward()
     assert model.router.right.up.weight.grad is not None
     assert seen == ["hook"]
+
+
+def test_later_steps_run_the_plans_that_share_the_budget() -> None:
+    model, x = _net()
+    planned = auto_checkpoint(model, x, budget_gb=_smallest() / 2**30)
+    regions = planner_of(planned).regions
+    assert regions is not None
+    uses = dict(regions.uses)
+    for _ in range(3):  # without gradients from before, then with them
+        planned(x).sum().backward()
+    assert regions.uses == uses
+
+
+def test_a_region_met_later_takes_what_the_budget_leaves() -> None:
+    plans = {}
+    for budget in (_smallest(), 2**30):
+        model, x = _net()
+        planned = auto_checkpoint(model, x, budget_gb=budget / 2**30)
+        planned(-x).sum().backward()
+        plans[budget] = dict(_plans_of_uses(planned))["router.right"]
+    small, large = plans.values()
+    assert small.extra_seconds > large.extra_seconds == 0
+
+
+def _plans_of_uses(planned: nn.Module) -> list[tuple[str, Plan]]:
+    regions = planner_of(planned).regions
+    assert regions is not None
+    return [(use.path, use.decision.plan) for use in regions.uses.values() if use.decision is not None]
 
 
 def test_leave_keeps_modules_out_of_every_region() -> None:
