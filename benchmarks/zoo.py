@@ -1,8 +1,9 @@
 """One planned training step of many models: ``python -m benchmarks.zoo [PATTERN ...]``.
 
-Each model runs in a process of its own: at half of its activation memory, then at the smallest feasible budget. The
-table says what was captured (whole, regions, refused), whether all numbers equal eager's bit for bit, and how far the
-predicted peak is from the measured one. Rows of today's record stay unless their model is run again.
+Each model runs in a process of its own: at half of its activation memory, at the smallest feasible budget, and with
+everything recomputed between about sqrt(n) cuts. The table says what was captured (whole, regions, refused), whether
+all numbers equal eager's bit for bit, and how far the predicted peak is from the measured one. Rows of today's record
+stay unless their model is run again.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ import torch
 
 from benchmarks import records
 from benchmarks.zoo_models import SOURCES, Example, load_libraries, names
-from fxckpt import auto_checkpoint, get_report, make_plan
-from fxckpt.errors import BudgetInfeasibleError, FxckptError
+from fxckpt import auto_checkpoint, get_report
+from fxckpt.errors import FxckptError
 from fxckpt.measure import compare_steps, default_loss, held_bytes, measure_peak
 from fxckpt.report_regions import RegionsReport
 
 __all__ = ["main"]
 
 NEAR = 0.02  # a prediction off by more is listed
+LABELS = ("half", "smallest", "sqrtn")
 
 
 def examine(name: str) -> dict[str, Any]:
@@ -48,37 +50,38 @@ def examine(name: str) -> dict[str, Any]:
         return {**row, "verdict": "not trainable", "note": _line(error)}
     parameters = sum(p.nbytes for p in example.model.parameters() if p.requires_grad)
     row["plain_bytes"] = plain
-    budgets = {"half": plain - max(0, plain - held - parameters) // 2}
+    half = plain - max(0, plain - held - parameters) // 2
     try:
         start = time.perf_counter()
-        try:
-            make_plan(example.model, *example.args, example_kwargs=example.kwargs, budget_gb=1e-9)
-        except BudgetInfeasibleError as error:
-            budgets["smallest"] = error.min_peak_bytes
-        row["plan_seconds"] = time.perf_counter() - start
-        budgets["half"] = max(budgets["half"], budgets.get("smallest", 0))
-        for label, budget_bytes in budgets.items():
+        planned = auto_checkpoint(
+            example.model, *example.args, example_kwargs=example.kwargs, budget_gb=1e-9, on_infeasible="best"
+        )
+        row["plan_seconds"] = round(time.perf_counter() - start, 2)
+        report = get_report(planned)
+        in_regions = isinstance(report, RegionsReport)
+        row["regions"] = [line[0] for line in report.rows] if in_regions else []
+        row["left"] = [f"{item.module}: {item.reason}"[:200] for item in report.left] if in_regions else []
+        row["smallest"] = row["half"] = _run(example, planned, report.peak_bytes)
+        if half > report.peak_bytes:
             planned = auto_checkpoint(
-                example.model, *example.args, example_kwargs=example.kwargs, budget_gb=budget_bytes / 2**30
+                example.model, *example.args, example_kwargs=example.kwargs, budget_gb=half / 2**30
             )
-            report = get_report(planned)
-            row[label] = _run(example, planned, budget_bytes, report.peak_bytes)
-            in_regions = isinstance(report, RegionsReport)
-            row["regions"] = [line[0] for line in report.rows] if in_regions else []
-            row["left"] = [f"{item.module}: {item.reason}"[:200] for item in report.left] if in_regions else []
+            row["half"] = _run(example, planned, half)
+        planned = auto_checkpoint(example.model, *example.args, example_kwargs=example.kwargs, strategy="sqrtn")
+        row["sqrtn"] = _run(example, planned)
     except FxckptError as error:
         return {**row, "verdict": "refused", "note": _line(error)}
-    differences = [line for label in budgets for line in row[label]["differences"]]
+    differences = [line for label in LABELS for line in row[label]["differences"]]
     if differences:
         return {**row, "verdict": "DIFFERS", "note": "; ".join(differences[:3])}
     if row["regions"]:
         row["verdict"] = "equal, in regions"
-    row["note"] = ", ".join(_faults(label, row[label]) for label in budgets if _faults(label, row[label]))
+    row["note"] = ", ".join(_faults(label, row[label]) for label in LABELS if _faults(label, row[label]))
     return row
 
 
 def _faults(label: str, step: dict[str, Any]) -> str:
-    if step["measured_bytes"] > step["budget_bytes"]:
+    if step["budget_bytes"] is not None and step["measured_bytes"] > step["budget_bytes"]:
         return f"{label}: {step['measured_bytes'] / step['budget_bytes'] - 1:.2%} over the budget"
     return f"{label}: {step['off']:+.1%} off the prediction" if abs(step["off"]) > NEAR else ""
 
@@ -90,15 +93,15 @@ def _step(example: Example) -> Any:
     return step
 
 
-def _run(example: Example, planned: Any, budget_bytes: int, predicted_bytes: int) -> dict[str, Any]:
+def _run(example: Example, planned: Any, budget_bytes: int | None = None) -> dict[str, Any]:
     result = compare_steps(example.model, planned, example.args, example.kwargs, measure=True)
     assert result.planned_peak is not None
-    measured = result.planned_peak.total_bytes
+    measured, predicted = result.planned_peak.total_bytes, get_report(planned).peak_bytes
     return {
         "budget_bytes": budget_bytes,
-        "predicted_bytes": predicted_bytes,
+        "predicted_bytes": predicted,
         "measured_bytes": measured,
-        "off": measured / predicted_bytes - 1,
+        "off": measured / predicted - 1,
         "differences": list(result.differences),
     }
 
@@ -142,7 +145,7 @@ def _child(name: str, results: Connection) -> None:
 
 def _show(row: dict[str, Any]) -> None:
     parts = [f"{row['model']:44} {row['verdict']:18}"]
-    for label in ("half", "smallest"):
+    for label in LABELS:
         if label in row:
             share = row[label]["measured_bytes"] / row["plain_bytes"]
             parts.append(f"{label} {share:5.1%} of plain ({row[label]['off']:+.2%} of predicted)")

@@ -7,6 +7,7 @@ the tracer notes, for every tensor that an operator reads, which autograd edge t
 
 from __future__ import annotations
 
+import contextvars
 import random
 import sys
 import threading
@@ -96,7 +97,7 @@ class _Tracing:
     def run(self) -> Trace:
         states = _host_random_state()
         rng = torch.get_rng_state()
-        mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
+        mode = _torch.FakeMode(allow_non_fake_inputs=True)
         fakes = [_fake(tensor, mode) for tensor in self.tensors]
         watch = Watch(self._shared_objects())
         try:
@@ -133,6 +134,8 @@ class _Tracing:
 
     def _shared_objects(self) -> Iterator[tuple[str, Any]]:
         """What others see too and forward may write to, apart from tensors and modules."""
+        for variable, value in contextvars.copy_context().items():
+            yield f"context variable {variable.name!r}", value
         for leaf in self.leaves:
             yield f"an input, a {type(leaf).__name__}", leaf
         for path, module in self.state.modules:
@@ -195,7 +198,7 @@ class _Tracing:
         self._outputs(output, fakes)
 
     def _check_containers(self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> None:
-        """Lists and dictionaries among the inputs are made anew for the trace, so that a change to one would be lost."""
+        """The trace gets its own lists and dictionaries, so that a change to one would be lost."""
         now, spec = pytree.tree_flatten((args, kwargs))
         if spec != self.spec or any(one is not other for one, other in zip(now, leaves, strict=True)):
             raise CaptureError("forward changes a container among its inputs", reason="an input container is changed")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextvars
 import inspect
 import random
 from collections.abc import Callable
@@ -281,6 +282,54 @@ def test_what_a_failed_trace_did_to_objects_is_undone() -> None:
     with pytest.raises(CaptureError, match="test_capture"):
         capture(Fails("object"), (torch.ones(2, 2),), {"memory": memory})
     assert memory.layers == []
+
+
+def test_a_collector_in_a_context_variable_gets_no_fakes() -> None:
+    collector: contextvars.ContextVar[Any] = contextvars.ContextVar("collector", default=None)
+
+    class Collects(Remembers):
+        def forward(self, x: Tensor, memory: Any = None) -> Tensor:
+            y = super().forward(x)
+            if collector.get() is not None:
+                collector.get().append(y)
+            return y
+
+    capture(Collects(""), (torch.ones(2, 2),), {})
+    found: list[Tensor] = []
+    token = collector.set(found)
+    with pytest.raises(CaptureError, match="context variable 'collector'"):
+        capture(Collects(""), (torch.ones(2, 2),), {})
+    collector.reset(token)
+    assert found == []
+
+
+def test_hooks_of_a_library_that_only_collects_are_traced() -> None:
+    class Installs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> dict[str, Any]:
+            found: list[Tensor] = []
+
+            def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+                found.append(output)
+
+            hook.__module__ = "transformers.utils.output_capturing"
+            handle = self.linear.register_forward_hook(hook)
+            if not hasattr(self, "_output_capturing_hooks_installed"):
+                self._output_capturing_hooks_installed = True
+            else:
+                handle.remove()
+            return {"y": self.linear(x), "found": found}
+
+    module = Installs()
+    trace = capture(module, (torch.ones(2, 2),), {})
+    assert len(trace.output["found"]) == 1
+    assert not module.linear._forward_hooks
+    module(torch.ones(2, 2))
+    assert module.linear._forward_hooks
+    capture(module, (torch.ones(2, 2),), {})
 
 
 def test_objects_that_forward_only_reads_are_fine() -> None:

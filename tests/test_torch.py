@@ -211,3 +211,25 @@ def test_allocations_in_order() -> None:
 def test_every_name_is_listed() -> None:
     own = {name for name, value in vars(_torch).items() if getattr(value, "__module__", "") == _torch.__name__}
     assert {name for name in own if not name.startswith("_")} <= set(_torch.__all__)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("left", "right"), [(2, 3), (3, 2), (2, 2), (3, 3)])
+def test_fakes_of_grouped_products_look_like_the_real_ones(left: int, right: int, dtype: torch.dtype) -> None:
+    shapes = [(2, 8, 16), (2, 16, 24)]
+    if (left, right) == (2, 2):
+        shapes = [(8, 16), (16, 24)]
+    elif left == 2:
+        shapes[0] = (8, 16)
+    elif right == 2:
+        shapes[1] = (16, 24)
+    pair = [torch.ones(shape, dtype=dtype) for shape in shapes]
+    offsets = torch.tensor([8, 16 if left == right else 24 if right == 2 else 8], dtype=torch.int32)
+    given = {} if left == right == 3 else {"offs": offsets}
+    real = torch.nn.functional.grouped_mm(*pair, **given)
+    mode = _torch.FakeMode()
+    with mode:
+        fake = torch.nn.functional.grouped_mm(
+            *map(mode.from_tensor, pair), **{key: mode.from_tensor(value) for key, value in given.items()}
+        )
+    assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
