@@ -23,6 +23,7 @@ __all__ = ["pareto"]
 FRACTIONS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25)
 POINTS = 10
 MEGABYTE = 1e6
+DEVICE = "a100"  # whose roofline seconds are planned with and counted
 
 
 def pareto(name: str, *, existing: bool = False, with_peers: bool = True) -> list[dict[str, Any]]:
@@ -73,7 +74,7 @@ class _Bench:
         if peer is not None and peer.counter is not None:
             seconds = _compiled_seconds(work, model, peer.counter)
         else:
-            seconds = counted_seconds(lambda: work.step(model))
+            seconds = counted_seconds(lambda: work.step(model), DEVICE)
         state = [p.grad for p in work.model.parameters()] + list(work.model.buffers())
         verdict = self._verdict(state)
         kept = state if not self.plain_state else []
@@ -141,7 +142,7 @@ class _Bench:
             start = time.perf_counter()
             with work.context():
                 planned = auto_checkpoint(
-                    work.model, *work.args, example_kwargs=work.kwargs, budget_gb=budget_bytes / 2**30
+                    work.model, *work.args, example_kwargs=work.kwargs, budget_gb=budget_bytes / 2**30, cost=DEVICE
                 )
             plan_seconds = time.perf_counter() - start
             report = get_report(planned)
@@ -171,7 +172,7 @@ class _Bench:
 def _smallest(work: Workload) -> int:
     try:
         with work.context():
-            make_plan(work.model, *work.args, example_kwargs=work.kwargs, budget_gb=1e-6)
+            make_plan(work.model, *work.args, example_kwargs=work.kwargs, budget_gb=1e-6, cost=DEVICE)
     except BudgetInfeasibleError as error:
         return error.min_peak_bytes
     raise AssertionError("a budget of a kilobyte was met")
@@ -197,7 +198,7 @@ def _loss_seconds(work: Workload) -> float:
     if not isinstance(output, torch.Tensor):
         return 0.0
     output = output.detach().requires_grad_()
-    return counted_seconds(lambda: work.loss(output).backward())  # type: ignore[no-untyped-call]
+    return counted_seconds(lambda: work.loss(output).backward(), DEVICE)  # type: ignore[no-untyped-call]
 
 
 def _show(name: str, row: dict[str, Any], show: Callable[..., None] = print) -> None:

@@ -27,7 +27,7 @@ class DoubleReplay:
         self.joint, self.graph, self.program = joint, graph, program
         self.inputs = [node for node in joint.nodes if node.op == "placeholder"][: len(joint.inputs)]
         self.devices = {device_of(joint.nodes[value]) for value in graph.forward if graph.nodes[value].random}
-        self.mutated = [index for index, node in enumerate(self.inputs) if node in joint.mutated and _is_read(node)]
+        self.mutated = [i for i, node in enumerate(self.inputs) if node in joint.mutated and _is_read(joint, node)]
         self.owner = self._owners()
 
     def _owners(self) -> dict[fx.Node, int]:
@@ -79,7 +79,7 @@ class DoubleReplay:
                 entering.append(None)
             env[nodes[value]] = tensor
         for step in segment.forward:
-            if step.op == "run" and nodes[step.value] not in self.joint.copies:
+            if step.op == "run" and nodes[step.value] not in self.joint.writes:
                 self._compute(nodes[step.value], env)
         outputs = {}
         for place, value in enumerate(segment.outputs):
@@ -131,9 +131,9 @@ class _Bridge(torch.autograd.Function):
         return (None, None, *ctx.vjp(grad))
 
 
-def _is_read(node: fx.Node) -> bool:
+def _is_read(joint: JointGraph, node: fx.Node) -> bool:
     """Whether forward computes with this mutated input, other than to update running statistics."""
-    return any("batch_norm" not in str(user.target) and "copy_" not in str(user.target) for user in node.users)
+    return any("batch_norm" not in str(user.target) and user not in joint.writes for user in node.users)
 
 
 def _random_state(devices: set[torch.device]) -> list[tuple[torch.device, Tensor]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxckpt import _torch
-from fxckpt.joint import Edge, Trace
+from fxckpt.joint import Edge, Trace, inplace_form
 
 __all__ = ["Functional", "run_functional"]
 
@@ -31,6 +31,7 @@ class Functional:
         edges: new node -> edge it had when some operator read it.
         outputs: new node of each of the trace's outputs, at the end.
         gradients: new node of each gradient at the moment when it was complete.
+        writes: new nodes that write to inputs: ``copy_``, or the in-place form of what made the new value.
     """
 
     module: fx.GraphModule
@@ -40,6 +41,7 @@ class Functional:
     edges: dict[fx.Node, Edge]
     outputs: list[fx.Node]
     gradients: dict[Question, fx.Node]
+    writes: set[fx.Node] = field(default_factory=set)
 
 
 def run_functional(trace: Trace) -> Functional:
@@ -51,7 +53,11 @@ def run_functional(trace: Trace) -> Functional:
     Returns:
         The functional graph, and for every node, output and gradient of the trace the pure value that it had.
     """
-    return _Run(trace).result()
+    functional = _Run(trace).result()
+    for node in list(functional.graph.nodes):
+        if node.target is torch.ops.aten.copy_.default:
+            functional.writes.update(_update_in_place(functional, node) or [node])
+    return functional
 
 
 class _Run:
@@ -154,6 +160,47 @@ class _Recorder(fx.Interpreter):
     def _name(self, tensor: Tensor) -> str | None:
         node = _torch.proxy_node(_torch.functional_value(tensor), self.tracer)
         return None if node is None else node.name
+
+
+def _update_in_place(functional: Functional, copy: fx.Node) -> list[fx.Node]:
+    """Put in-place operators where an input is read only to compute its own new value, as a counter's ``add_(1)`` is.
+
+    Returns:
+        The operators that took the place of ``copy`` and of what made its value; none if that cannot be.
+    """
+    clone = torch.ops.aten.clone.default
+    target, value = copy.args
+    assert isinstance(target, fx.Node)
+    named = {*functional.outputs, *functional.gradients.values(), *functional.edges}
+    chain: list[fx.Node] = []
+    while value is not target:
+        if not isinstance(value, fx.Node) or len(value.users) != 1 or value in named:
+            return []
+        if value.target is not clone and (inplace_form(value) is None or _is_random(value)):
+            return []
+        chain.append(value)
+        value = value.args[0]
+    if all(node.target is clone for node in chain):
+        return []
+    if target in named or copy in named or copy.users or set(target.users) != {chain[-1], copy}:
+        return []
+    updates = []
+    for node in reversed(chain):
+        if node.target is not clone:
+            with functional.graph.inserting_after(node):
+                update = functional.graph.create_node(
+                    "call_function", inplace_form(node), (target, *node.args[1:]), dict(node.kwargs), f"{node.name}_"
+                )
+            update.meta.update(node.meta, val=target.meta["val"])
+            functional.origin[update.name] = functional.origin[node.name]
+            updates.append(update)
+    for node in (copy, *chain):
+        functional.graph.erase_node(node)
+    return updates
+
+
+def _is_random(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _placeholders(graph: fx.Graph) -> list[fx.Node]:

@@ -17,6 +17,7 @@ __all__ = [
     "Trace",
     "bernoulli_like",
     "device_of",
+    "inplace_form",
     "sum_gradients",
 ]
 
@@ -118,7 +119,7 @@ class JointGraph:
         outputs: forward node or placeholder for each of the trace's outputs.
         differentiable: forward nodes through which gradients flow, with the slot of their gradient or -1.
         mutated: placeholders that forward writes to.
-        copies: forward nodes that write mutated inputs back.
+        writes: forward nodes that write to mutated inputs; nothing reads their values.
         forbidden: ranges of positions that must not be cut.
         constants: tensors and generators by constant name.
         output: the module's output with fake tensors as leaves; ``fakes`` lists them in the order of ``outputs``.
@@ -138,7 +139,7 @@ class JointGraph:
     outputs: list[fx.Node]
     differentiable: dict[fx.Node, int]
     mutated: list[fx.Node]
-    copies: list[fx.Node]
+    writes: list[fx.Node]
     forbidden: list[tuple[int, int]]
     constants: dict[str, Any]
     output: Any
@@ -152,6 +153,23 @@ def device_of(node: fx.Node) -> torch.device:
     value = node.meta["val"]
     tensor = value if isinstance(value, Tensor) else next(item for item in value if isinstance(item, Tensor))
     return tensor.device
+
+
+def inplace_form(node: fx.Node) -> Any:
+    """The in-place form of a node's operator, None if it has none or its result does not fit its first input."""
+    packet = getattr(node.target, "_overloadpacket", None)
+    first = node.args[0] if node.args else None
+    value = node.meta.get("val")
+    if packet is None or not isinstance(first, fx.Node) or not isinstance(value, Tensor):
+        return None
+    source = first.meta.get("val")
+    if not isinstance(source, Tensor) or (source.shape, source.stride(), source.dtype) != (
+        value.shape, value.stride(), value.dtype,
+    ):  # fmt: skip
+        return None
+    form = getattr(torch.ops.aten, packet.__name__ + "_", None)
+    overload = node.target._overloadname  # type: ignore[union-attr]
+    return getattr(form, overload) if form is not None and overload in form.overloads() else None
 
 
 UPDATING_NORMS = frozenset(

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from fxckpt import _torch
 from fxckpt.device import Device, is_view, op_work
-from fxckpt.joint import UPDATING_NORMS, JointGraph, bernoulli_like
+from fxckpt.joint import UPDATING_NORMS, JointGraph, bernoulli_like, inplace_form
 from fxckpt.plan import GradNode, Graph, Node, Slot
 
 __all__ = ["cost"]
@@ -148,7 +148,7 @@ class _Costs:
             seconds=self._seconds(node, flops, moved), workspace_bytes=self.workspaces.get(node.name, 0),
             view=view, container=isinstance(value, (tuple, list)), random=_is_random(node),
             recomputable=self._recomputable(node, storages), keepable=self._keepable(node),
-            inplace=_can_overwrite(node), dense=_is_dense(value), flops=flops, moved_bytes=moved, module=module,
+            inplace=self._can_overwrite(node), dense=_is_dense(value), flops=flops, moved_bytes=moved, module=module,
             source=source,
         )  # fmt: skip
 
@@ -171,7 +171,7 @@ class _Costs:
 
     def _has_effect(self, node: fx.Node) -> bool:
         """Whether forward must run the node even if nothing reads its value."""
-        if node in self.joint.copies or _is_random(node) or node.target is operator.getitem:
+        if node in self.joint.writes or _is_random(node) or node.target is operator.getitem:
             return node.target is not operator.getitem
         schema = getattr(node.target, "_schema", None)
         foreign = getattr(node.target, "namespace", "aten") not in ("aten", "prims")
@@ -181,13 +181,16 @@ class _Costs:
     def _recomputable(self, node: fx.Node, storages: tuple[int, ...]) -> bool:
         if node.target is operator.getitem:
             return self._recomputable(node.args[0], storages)  # type: ignore[arg-type]
-        if getattr(node.target, "namespace", "aten") not in ("aten", "prims") or node in self.joint.copies:
+        if getattr(node.target, "namespace", "aten") not in ("aten", "prims") or node in self.joint.writes:
             return False
         if node.kwargs.get("generator") is not None or "rnn" in str(node.target):
             return False  # a private generator moves on; a fused RNN hands a workspace to its backward
         statistics = self._statistics(node)  # a recomputation runs without them
         sources = [source for source in node.all_input_nodes if source not in statistics]
         return not (self.mutated & {storage for source in sources for storage in self._storages(source)})
+
+    def _can_overwrite(self, node: fx.Node) -> bool:
+        return inplace_form(node) is not None and _is_dense(node.args[0].meta["val"])  # type: ignore[union-attr]
 
     def _keepable(self, node: fx.Node) -> bool:
         return node not in self.joint.outputs or node in self.read_by_backward
@@ -242,20 +245,3 @@ def _is_random(node: fx.Node) -> bool:
 
 def _is_dense(value: Any) -> bool:
     return isinstance(value, Tensor) and _torch.is_dense(value)
-
-
-def _can_overwrite(node: fx.Node) -> bool:
-    """Whether the operator has an in-place form and its result fits the storage of its first input."""
-    packet = getattr(node.target, "_overloadpacket", None)
-    first = node.args[0] if node.args else None
-    value = node.meta.get("val")
-    if packet is None or not isinstance(first, fx.Node) or not isinstance(value, Tensor):
-        return False
-    source = first.meta.get("val")
-    if not isinstance(source, Tensor) or (source.shape, source.stride(), source.dtype) != (
-        value.shape, value.stride(), value.dtype,
-    ):  # fmt: skip
-        return False
-    twin = getattr(torch.ops.aten, packet.__name__ + "_", None)
-    overload = node.target._overloadname  # type: ignore[union-attr]
-    return twin is not None and overload in twin.overloads() and _is_dense(source)

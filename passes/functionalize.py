@@ -172,16 +172,16 @@ class _Assembly:
         outputs = [self.map[node] for node in self.second.outputs]
         self.new.output((outputs, leaf_sums))
         self.new.lint()
-        copies = [self.map[node] for node in self.forward_old if node.target is aten.copy_.default]
+        writes = [self.map[node] for node in self.forward_old if node in self.second.writes]
         forward = [self.map[node] for node in self.forward_old]
         sums = set(self.sums.values())
         return JointGraph(
-            graph=self.new, inputs=inputs, forward=forward, outputs=outputs, records=records, copies=copies,
+            graph=self.new, inputs=inputs, forward=forward, outputs=outputs, records=records, writes=writes,
             nodes=[node for node in self.new.nodes if node.op != "output" and node not in sums],
             sums=[self.sums.get(slot, self.new.output_node()) for slot in range(len(self.parts))],
             slot_values=[None if value is None else self.map[value] for value in self.slot_values],
             differentiable=self._differentiable(), slot_tangents=self.slot_tangents, slot_owner=self.slot_owner,
-            mutated=self._mutated(copies), forbidden=self._forbidden(), constants=self.constants,
+            mutated=self._mutated(writes), forbidden=self._forbidden(), constants=self.constants,
             output=self.trace.output, fakes=self.trace.outputs, assigned=self.trace.assigned, places=self.places,
         )  # fmt: skip
 
@@ -330,11 +330,11 @@ class _Assembly:
     def _value_position(self, value: fx.Node, default: int) -> int:
         return self.position.get(value, default)
 
-    def _mutated(self, copies: list[fx.Node]) -> list[fx.Node]:
+    def _mutated(self, writes: list[fx.Node]) -> list[fx.Node]:
         placeholders = [node for node in self.new.nodes if node.op == "placeholder"]
         mutated: dict[fx.Node, None] = {}
-        for copy in copies:
-            mutated[copy.args[0]] = None  # type: ignore[index]
+        for write in writes:
+            mutated[write.args[0]] = None  # type: ignore[index]
         for old in self.forward_old:
             for index in STATISTICS.get(old.target, ()):  # type: ignore[call-overload]
                 node = self.map[old].args[index]

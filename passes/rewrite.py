@@ -9,10 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from fxckpt import _torch
-from fxckpt.joint import UPDATING_NORMS, JointGraph, bernoulli_like
+from fxckpt.joint import UPDATING_NORMS, JointGraph, bernoulli_like, device_of, inplace_form
 from fxckpt.plan import Graph, Program, SegmentProgram, Step
 from fxckpt.runtime import SegmentModule, replay_bernoulli, replay_random, save_random_state
 
@@ -144,7 +144,7 @@ class _Emitter:
     def _emit(self, step: Step, *, again: bool) -> None:
         node = self.joint.nodes[step.value]
         if step.op == "record":
-            self.states[step.value] = self.out.call_function(save_random_state, (_device(node),))
+            self.states[step.value] = self.out.call_function(save_random_state, (device_of(node),))
             return
         again = again and self.graph.nodes[step.value].phase == "forward"
         statistics: set[fx.Node] = set()
@@ -153,9 +153,9 @@ class _Emitter:
             statistics = {node.args[index] for index in STATISTICS_ARGUMENTS}  # type: ignore[misc]
         new = self.out.node_copy(node, lambda source: None if source in statistics else self.env[self.index[source]])
         if step.inplace:
-            new.target = _inplace(node.target)
+            new.target = inplace_form(node)
         elif step.op == "replay":
-            new.args = (_device(node), self.states[step.value], *new.args)
+            new.args = (device_of(node), self.states[step.value], *new.args)
             if node.target is bernoulli_like:
                 new.target = replay_bernoulli
             else:
@@ -181,18 +181,6 @@ class _Emitter:
         )
         zeros.meta["val"] = value
         self.env[self.graph.total(step.slot)] = zeros
-
-
-def _inplace(target: Any) -> Any:
-    """The in-place twin of an operator."""
-    twin = getattr(aten, target._overloadpacket.__name__ + "_")
-    return getattr(twin, target._overloadname)
-
-
-def _device(node: fx.Node) -> torch.device:
-    value = node.meta["val"]
-    tensor = value if isinstance(value, Tensor) else next(item for item in value if isinstance(item, Tensor))
-    return tensor.device
 
 
 def _identifier(name: str) -> str:

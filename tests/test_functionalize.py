@@ -73,11 +73,11 @@ def test_outputs_gradients_and_buffers_are_eagers_to_the_bit() -> None:
         assert torch.equal(gradient, model.get_parameter(name).grad)
 
 
-def test_only_copies_write_and_only_sums_add_up() -> None:
+def test_only_updates_write_and_only_sums_add_up() -> None:
     joint = _joint(Residual(), torch.randn(3, 4, requires_grad=True))
     writing = [node for node in joint.nodes if node.op == "call_function" and _writes(node)]
-    assert writing == joint.copies
-    assert [node.name for node in joint.mutated] == [copy.args[0].name for copy in joint.copies]
+    assert writing == joint.writes
+    assert {node.name for node in joint.mutated} == {write.args[0].name for write in joint.writes}
     assert [joint.inputs[joint.nodes.index(node)].name for node in joint.mutated] == ["mean"]
     sums = [node for node in joint.graph.nodes if node.target is sum_gradients]
     assert not set(sums) & set(joint.nodes)
