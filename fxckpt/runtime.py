@@ -215,8 +215,11 @@ def _set_random_state(device: torch.device, state: Tensor) -> None:
         getattr(torch, device.type).set_rng_state(state, device)
 
 
-def replay_random(func: Callable[..., Any], device: torch.device, state: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Run a random operator again from ``state``; the generator's stream is as before afterwards."""
+def replay_random(func: Callable[..., Any], device: torch.device, state: Tensor, /, *args: Any, **kwargs: Any) -> Any:
+    """Run a random operator again from ``state``; the generator's stream is as before afterwards.
+
+    The operator may have a ``device`` among its own keywords.
+    """
     current = save_random_state(device)
     _set_random_state(device, state)
     try:
@@ -225,6 +228,6 @@ def replay_random(func: Callable[..., Any], device: torch.device, state: Tensor,
         _set_random_state(device, current)
 
 
-def replay_bernoulli(device: torch.device, state: Tensor, *args: Any, **kwargs: Any) -> Any:
+def replay_bernoulli(device: torch.device, state: Tensor, /, *args: Any, **kwargs: Any) -> Any:
     """:func:`replay_random` of :func:`fxckpt.joint.bernoulli_like`, by a name that generated code can hold."""
     return replay_random(bernoulli_like, device, state, *args, **kwargs)
