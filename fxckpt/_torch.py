@@ -35,6 +35,7 @@ __all__ = [
     "fast_callable",
     "functional_value",
     "functorch_active",
+    "graph_is_kept",
     "is_dense",
     "is_operator",
     "proxy_node",
@@ -141,6 +142,11 @@ def clear_saved(ctx: Any) -> None:
     Without it every kept value lives until the function returns, and the recomputed ones come on top.
     """
     ctx.maybe_clear_saved_tensors()
+
+
+def graph_is_kept() -> bool:
+    """Whether the backward that is running was asked to retain the graph. No public API tells a node that."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 class BoxedCodeGen(CodeGen):

@@ -79,7 +79,10 @@ class RecomputeFunction(torch.autograd.Function):
         del tangents, grads
         _torch.clear_saved(ctx)
         with _torch.below_autograd():
-            return (None, None, *code(boxed))
+            results = code(boxed)
+        if not _torch.graph_is_kept():
+            ctx.call = None  # else the region's inputs would live until the graph of the whole step goes
+        return (None, None, *results)
 
 
 class SegmentModule(nn.Module):

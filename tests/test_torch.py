@@ -233,3 +233,14 @@ def test_fakes_of_grouped_products_look_like_the_real_ones(left: int, right: int
             *map(mode.from_tensor, pair), **{key: mode.from_tensor(value) for key, value in given.items()}
         )
     assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
+
+
+def test_a_node_knows_whether_its_graph_is_kept() -> None:
+    kept: list[bool] = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda grad: kept.append(_torch.graph_is_kept()))
+    total = y.sum()
+    total.backward(retain_graph=True)
+    total.backward()
+    assert kept == [True, False]
