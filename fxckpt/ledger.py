@@ -25,11 +25,13 @@ class Stretch:
     Attributes:
         held_bytes: what this and all Python code before it still holds at its end, for backward or for later.
         peak_bytes: the most that it held together with the code before it.
+        largest_bytes: its largest tensor.
         freed_bytes: outputs of the region before it that were let go by the end of forward.
     """
 
     held_bytes: int = 0
     peak_bytes: int = 0
+    largest_bytes: int = 0
     freed_bytes: int = 0
 
 
@@ -41,10 +43,10 @@ class Ledger(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.live = self.peak = 0
+        self.live = self.peak = self.largest = 0
         self.known: set[int] = set()
         self.paused = False
-        self.marks: list[tuple[int, int]] = []
+        self.marks: list[tuple[int, int, int]] = []
         self.freed: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -60,6 +62,7 @@ class Ledger(TorchDispatchMode):
         for key, size, storage in self._new(value):
             self.known.add(key)
             self.live += size * counted
+            self.largest = max(self.largest, size * counted)
             weakref.finalize(storage, self._gone, key, size * counted).atexit = False
         self.peak = max(self.peak, self.live)
 
@@ -85,8 +88,8 @@ class Ledger(TorchDispatchMode):
 
     def mark(self) -> None:
         """The stretch of Python up to here is over."""
-        self.marks.append((self.live, self.peak))
-        self.peak = self.live
+        self.marks.append((self.live, self.peak, self.largest))
+        self.peak, self.largest = self.live, 0
 
     def made(self, output: Any) -> None:
         """``output`` is what the region has just returned."""

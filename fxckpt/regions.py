@@ -308,8 +308,8 @@ def _peak(
 ) -> int:
     """Peak of a step that runs the regions in this order.
 
-    Of the Python in between it is known what it holds in forward. Its backward is taken to need as much again as it
-    holds for it.
+    Of the Python in between it is known what it holds in forward. Its backward is taken to hold two gradients on top,
+    one that comes in and one that goes out, as large as its largest tensor.
     """
     numbers = [_numbers(use, plain) for use in calls]
     between = [*stretches, *[Stretch()] * (len(calls) + 1)][: len(calls) + 1]
@@ -323,8 +323,7 @@ def _peak(
     peak = max(peak, regions + between[-1].peak_bytes)
     grown = 0
     for index in range(len(calls), -1, -1):
-        own = between[index].held_bytes - (between[index - 1].held_bytes if index else 0)
-        peak = max(peak, live[index] + grown + max(0, own))
+        peak = max(peak, live[index] + grown + 2 * between[index].largest_bytes)
         if index:
             use = calls[index - 1]
             peak = max(peak, live[index - 1] + grown + numbers[index - 1][2])
