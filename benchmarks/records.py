@@ -13,20 +13,25 @@ from typing import Any
 
 import torch
 
-__all__ = ["RESULTS", "latest", "save"]
+__all__ = ["RESULTS", "latest", "save", "today"]
 
 RESULTS = Path(__file__).parent / "results"
 _PACKAGES = ("torch", "torchvision", "timm", "transformers", "networkx", "numpy")
 
 
-def save(kind: str, rows: list[dict[str, Any]], **config: Any) -> Path:
+def today() -> str:
+    """The date that a record made now carries."""
+    return datetime.date.today().isoformat()
+
+
+def save(kind: str, rows: list[dict[str, Any]], *, command: str = "", **config: Any) -> Path:
     """Write a record of ``kind`` and return its path; a second one of the same day replaces the first."""
     from fxckpt._version import __version__
 
     record = {
         "kind": kind,
-        "date": datetime.date.today().isoformat(),
-        "command": " ".join(["python -m benchmarks.run", *sys.argv[1:]]),
+        "date": today(),
+        "command": command or " ".join(["python -m benchmarks.run", *sys.argv[1:]]),
         "config": config,
         "versions": {"fxckpt": __version__, "python": platform.python_version(), **_versions()},
         "hardware": _hardware(),

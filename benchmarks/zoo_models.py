@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["SOURCES", "Example", "names"]
+__all__ = ["SOURCES", "Example", "load_libraries", "names"]
 
 
 @dataclass
@@ -247,5 +247,12 @@ SOURCES: dict[str, Callable[[str], Example]] = {"torchvision": _torchvision, "ti
 
 def names() -> list[str]:
     """All models, as ``source/name``."""
-    found = {"torchvision": _torchvision_names(), "timm": TIMM, "hf": list(HF)}
+    found = {"hf": list(HF), "timm": TIMM, "torchvision": _torchvision_names()}
     return [f"{source}/{name}" for source, entries in found.items() for name in entries]
+
+
+def load_libraries() -> None:
+    """Import all that builds models, once for every process that is forked later."""
+    import timm  # noqa: F401
+    import torchvision  # noqa: F401
+    import transformers  # noqa: F401

@@ -27,8 +27,8 @@ from torch.fx.graph import CodeGen
 
 __all__ = [
     "BoxedCodeGen",
+    "FakeMode",
     "FakeTensor",
-    "FakeTensorMode",
     "below_autograd",
     "clear_saved",
     "cpu_allocations",
@@ -36,6 +36,7 @@ __all__ = [
     "fast_callable",
     "functional_value",
     "functorch_active",
+    "graph_is_kept",
     "is_dense",
     "is_operator",
     "lazy_graph_module",
@@ -159,6 +160,11 @@ def clear_saved(ctx: Any) -> None:
     ctx.maybe_clear_saved_tensors()
 
 
+def graph_is_kept() -> bool:
+    """Whether the backward that is running was asked to retain the graph. No public API tells a node that."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
 class BoxedCodeGen(CodeGen):
     """Generated functions take one list and empty it, so that each argument dies at its last use.
 
@@ -169,6 +175,29 @@ class BoxedCodeGen(CodeGen):
         names = [name.split(":")[0].split("=")[0].strip() for name in free_vars if name != "self"]
         unpack = f"    {', '.join(names)}, = boxed\n" if names else ""
         return f"def forward(self, boxed):\n{unpack}    boxed.clear()"
+
+
+class FakeMode(FakeTensorMode):
+    """Fake tensors, with what torch's own fake kernels leave out.
+
+    Grouped matrix products (mixtures of experts) run in every floating type, but their fake kernel takes half types
+    only. Rows of the result are padded to 16 bytes.
+    """
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operator on fakes."""
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype in (torch.float32, torch.float64):
+            left, right = args[:2]
+            offsets = args[2] if len(args) > 2 else kwargs.get("offs")
+            sizes = [left.shape[-2], right.shape[-1]]
+            if left.dim() == right.dim():  # otherwise the offsets divide the rows or columns of the result
+                sizes.insert(0, left.shape[0] if left.dim() == 3 else offsets.shape[0])
+            row = -(-sizes[-1] * left.itemsize // 16) * 16 // left.itemsize
+            strides = [sizes[-2] * row, row, 1][-len(sizes) :]
+            with self:
+                return torch.empty_strided(sizes, strides, dtype=left.dtype, device=left.device)
+        return super().dispatch(func, types, args, kwargs)
 
 
 @contextlib.contextmanager

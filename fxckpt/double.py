@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxckpt.joint import UPDATING_NORMS, JointGraph, device_of
+from fxckpt.joint import UPDATING_NORMS, JointGraph, device_of, remembered
 from fxckpt.plan import Graph, Program
 from fxckpt.snapshot import device_random_state, set_device_random_state
 
@@ -27,7 +27,7 @@ class DoubleReplay:
         self.joint, self.graph, self.program = joint, graph, program
         self.inputs = [node for node in joint.nodes if node.op == "placeholder"][: len(joint.inputs)]
         self.devices = {device_of(joint.nodes[value]) for value in graph.forward if graph.nodes[value].random}
-        self.mutated = [i for i, node in enumerate(self.inputs) if node in joint.mutated and _is_read(joint, node)]
+        self.mutated = remembered(joint)
         self.owner = self._owners()
 
     def _owners(self) -> dict[fx.Node, int]:
@@ -129,11 +129,6 @@ class _Bridge(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return (None, None, *ctx.vjp(grad))
-
-
-def _is_read(joint: JointGraph, node: fx.Node) -> bool:
-    """Whether forward computes with this mutated input, other than to update running statistics."""
-    return any("batch_norm" not in str(user.target) and user not in joint.writes for user in node.users)
 
 
 def _random_state(devices: set[torch.device]) -> list[tuple[torch.device, Tensor]]:

@@ -18,6 +18,7 @@ __all__ = [
     "bernoulli_like",
     "device_of",
     "inplace_form",
+    "remembered",
     "sum_gradients",
 ]
 
@@ -146,6 +147,19 @@ class JointGraph:
     fakes: list[Tensor]
     assigned: list[tuple[str, str, Any]]
     places: dict[str, tuple[str, str]]
+
+
+def remembered(joint: JointGraph) -> list[int]:
+    """Inputs that forward computes with and then changes: a copy is kept, in case forward has to be run again.
+
+    Running statistics of normalisations and buffers that are only counted up are not among them.
+    """
+    inputs = [node for node in joint.nodes if node.op == "placeholder"][: len(joint.inputs)]
+    return [index for index, node in enumerate(inputs) if node in joint.mutated and _is_read(joint, node)]
+
+
+def _is_read(joint: JointGraph, node: fx.Node) -> bool:
+    return any("batch_norm" not in str(user.target) and user not in joint.writes for user in node.users)
 
 
 def device_of(node: fx.Node) -> torch.device:

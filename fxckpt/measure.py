@@ -26,6 +26,7 @@ __all__ = [
     "same_bits",
 ]
 
+OBJECTS = 3  # how deep steps are compared in objects that the output holds
 CUDA_BLOCK = 512
 """The CUDA caching allocator hands out multiples of this many bytes."""
 
@@ -122,19 +123,28 @@ def _held_tensors(held: object) -> Iterator[Tensor]:
         yield from _held_tensors([getattr(held, field.name) for field in dataclasses.fields(held)])
 
 
-def named_tensors(value: object, name: str = "output") -> Iterator[tuple[str, Tensor]]:
-    """Tensors in nested mappings, sequences and dataclasses, each with its path, e.g. ``output['logits'][0]``."""
+def named_tensors(value: object, name: str = "output", objects: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """Tensors in nested mappings, sequences and dataclasses, each with its path, e.g. ``output['logits'][0]``.
+
+    Args:
+        value: where to look.
+        name: what to call it.
+        objects: how deep to look into objects of other classes (a key/value cache, say).
+    """
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from named_tensors(item, f"{name}[{key!r}]")
+            yield from named_tensors(item, f"{name}[{key!r}]", objects)
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
-            yield from named_tensors(item, f"{name}[{index}]")
+            yield from named_tensors(item, f"{name}[{index}]", objects)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from named_tensors(getattr(value, field.name), f"{name}.{field.name}")
+            yield from named_tensors(getattr(value, field.name), f"{name}.{field.name}", objects)
+    elif objects and hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)):
+        for key, item in vars(value).items():
+            yield from named_tensors(item, f"{name}.{key}", objects - 1)
 
 
 def default_loss(output: object) -> Tensor:
@@ -315,7 +325,7 @@ class _Stepper:
 
     def _found(self, output: Any, loss: Tensor, args: Any, kwargs: Any) -> dict[str, Any]:
         found: dict[str, Any] = {"loss": loss.detach().clone()}
-        found.update(named_tensors(output))
+        found.update(named_tensors(output, objects=OBJECTS))
         for name, parameter in self.module.named_parameters():
             found[f"gradient of {name}"] = parameter.grad
         for name, buffer in self.module.named_buffers():

@@ -340,12 +340,11 @@ def _try_out(regions: Regions, model: nn.Module, args: tuple[Any, ...], kwargs: 
     """Run forward once to meet its regions, without user hooks: they fire when the model is really called."""
     try:
         with silent_hooks(model):
-            regions.run(model, args, kwargs)
+            regions.try_out(model, args, kwargs)
     except Exception:
         if not any(has_hooks(module) for module in model.modules()):
             raise
-        regions.forget()  # forward cannot do without what a hook does
-        regions.run(model, args, kwargs)
+        regions.try_out(model, args, kwargs)  # forward cannot do without what a hook does
 
 
 def _report(name: str, captured: Captured, decision: Decision) -> Report:

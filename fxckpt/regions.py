@@ -19,7 +19,9 @@ from torch import nn
 
 from fxckpt.decide import Candidate, Decision, Goal, Options
 from fxckpt.errors import BudgetInfeasibleError, CaptureError, FxckptError
-from fxckpt.plan import Plan, Timeline
+from fxckpt.ledger import Ledger, Stretch
+from fxckpt.plan import Graph, Plan, Program
+from fxckpt.signature import Call
 from fxckpt.units import GIB, format_bytes
 
 __all__ = ["LeftOut", "RegionUse", "Regions", "combined_plan", "thin"]
@@ -80,19 +82,22 @@ class Regions:
 
     Attributes:
         make: captures a module for a call and returns its use; raises CaptureError.
-        key: what a plan of a module depends on, for a call of it.
+        key: takes a call of a module apart; its structure is what the plan of the region is kept under.
         goal: strategy and budget of the whole step.
         leave: patterns of module paths that stay Python.
         only: patterns of module paths that become regions; empty means any.
         uses: the regions, by path and key.
         left: modules that could not be captured, by path.
         plain: paths of modules with nothing to plan.
-        settled: the budget has been shared out; regions met from now on take the plan that costs least.
+        settled: the budget has been shared out; a region met from now on takes what the others leave.
         order: keys of ``uses`` in the order of the calls of the first pass.
+        outside_bytes: fixed memory of the whole step, and parameter gradients that do not exist yet.
+        ledger: what the Python in between holds, while the first pass runs.
+        stretches: what it was found to hold, for each of ``order`` and the end.
     """
 
-    make: Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any], Any], RegionUse]
-    key: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+    make: Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any], Call], RegionUse]
+    key: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Call]
     goal: Goal
     leave: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
@@ -101,6 +106,9 @@ class Regions:
     plain: set[str] = field(default_factory=set)
     settled: bool = False
     order: list[Any] = field(default_factory=list)
+    outside_bytes: tuple[int, int] = (0, 0)
+    ledger: Ledger | None = None
+    stretches: list[Stretch] = field(default_factory=list)
 
     def run(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Forward of ``model`` with its regions planned."""
@@ -109,10 +117,19 @@ class Regions:
             run.patch_children(model)
             return type(model).forward(model, *args, **kwargs)
 
-    def forget(self) -> None:
-        """Start again: nothing has been met yet."""
+    def try_out(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The first pass: meets the regions, and what the Python in between holds."""
         for met in (self.uses, self.left, self.plain, self.order):
             met.clear()
+        ledger = self.ledger = Ledger()
+        try:
+            with ledger:
+                output = self.run(model, args, kwargs)
+        finally:
+            self.ledger = None
+        ledger.mark()
+        self.stretches = ledger.stretches()
+        del output
 
     def status(self, path: str) -> str:
         """``"leave"``, ``"descend"`` or ``"try"``."""
@@ -124,23 +141,39 @@ class Regions:
 
     def lookup(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RegionUse | None:
         """The planned region for this call, None if the module stays Python."""
-        key = (path, self.key(module, args, kwargs))
+        call = self.key(module, args, kwargs)
+        key = (path, call.structure)  # with or without gradients from before, a region keeps its plan
         use = self.uses.get(key)
         if use is None:
             try:
-                use = self.make(path, module, args, kwargs, key[1])
+                use = self.make(path, module, args, kwargs, call)
             except CaptureError as error:
                 if error.reason in ("nothing requires grad", "too small"):
                     self.plain.add(path)
                 else:
                     self.left[path] = LeftOut(path, error.reason, error.source)
                 return None
-            self.uses[key] = use
-            use.chosen = len(use.choices) - 1 if self.goal.budget_bytes is not None and not self.settled else use.chosen
+            self._choose(use)
             use.settle()
-        if not self.settled:
+            self.uses[key] = use
+        if self.ledger is not None:
             self.order.append(key)
+            self.ledger.mark()
         return use
+
+    def _choose(self, use: RegionUse) -> None:
+        """Choose a plan for a region just met: until the budget is shared out the smallest, then what is left."""
+        limit = self.goal.limit
+        if limit is None:
+            return
+        smallest = len(use.choices) - 1
+        if self.settled:  # a call of another kind takes the place of the one that was planned for
+            calls = [use if (other := self.uses[key]).path == use.path else other for key in self.order]
+            calls = calls if use in calls else [*calls, use]
+            while use.chosen < smallest and _peak(calls, *self.outside_bytes, self.stretches) > limit:
+                use.chosen += 1
+        else:
+            use.chosen = smallest
 
     def allocate(self, base_bytes: int, gradient_bytes: int) -> int:
         """Choose a plan for every region so that the step fits; the predicted peak in bytes.
@@ -154,13 +187,13 @@ class Regions:
         """
         uses = [self.uses[key] for key in dict.fromkeys(self.order)]
         calls = [self.uses[key] for key in self.order]
-        self.settled = True
+        self.settled, self.outside_bytes = True, (base_bytes, gradient_bytes)
         limit = self.goal.limit
         if limit is None:
-            return _peak(calls, base_bytes, gradient_bytes)
+            return _peak(calls, base_bytes, gradient_bytes, self.stretches)
         for use in uses:
             use.chosen = len(use.choices) - 1
-        smallest = _peak(calls, base_bytes, gradient_bytes)
+        smallest = _peak(calls, base_bytes, gradient_bytes, self.stretches)
         if smallest > limit and not self.goal.best_effort:
             smallest += self.goal.reserve_bytes
             budget = self.goal.budget_bytes or 0
@@ -171,18 +204,19 @@ class Regions:
             )  # fmt: skip
         for use in uses:
             use.chosen = 0
-        while _peak(calls, base_bytes, gradient_bytes) > limit:
+        while _peak(calls, base_bytes, gradient_bytes, self.stretches) > limit:
             able = [use for use in uses if use.chosen + 1 < len(use.choices)]
             if not able:
                 break
             max(able, key=_gain).chosen += 1
         for use in uses:
             use.settle()
-        return _peak(calls, base_bytes, gradient_bytes)
+        return _peak(calls, base_bytes, gradient_bytes, self.stretches)
 
     def plain_peak(self, base_bytes: int, gradient_bytes: int) -> int:
         """Predicted peak in bytes of the step without recomputation; arguments as in :meth:`allocate`."""
-        return _peak([self.uses[key] for key in self.order], base_bytes, gradient_bytes, plain=True)
+        calls = [self.uses[key] for key in self.order]
+        return _peak(calls, base_bytes, gradient_bytes, self.stretches, plain=True)
 
 
 class _Run:
@@ -212,10 +246,15 @@ class _Run:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != self.thread or not torch.is_grad_enabled():
                 return original(*args, **kwargs)
+            ledger = self.regions.ledger
             with _replaced(module, original):  # a capture sees the module as it is
-                use = self.regions.lookup(path, module, args, kwargs)
-                if use is not None:
-                    return use.entry.call(args, kwargs)
+                with contextlib.nullcontext() if ledger is None else ledger.region():
+                    use = self.regions.lookup(path, module, args, kwargs)
+                    if use is not None:
+                        output = use.entry.call(args, kwargs)
+                        if ledger is not None:
+                            ledger.made(output)
+                        return output
                 if path in self.regions.left:
                     self.patch_children(module)
                 return original(*args, **kwargs)
@@ -245,39 +284,60 @@ def _matches(path: str, pattern: str) -> bool:
     return path == pattern or fnmatch.fnmatchcase(path, pattern)
 
 
-def _numbers(use: RegionUse, timeline: Timeline) -> tuple[int, int, int]:
-    """Beyond the region's own inputs: peak of forward, bytes after it, peak of backward."""
-    fixed = use.options.graph.fixed_bytes
+def _numbers(use: RegionUse, plain: bool = False) -> tuple[int, int, int, int]:
+    """Beyond the region's own inputs: peak of forward, bytes after it, peak of backward; and kept bytes of outputs."""
+    graph, timeline = use.options.graph, use.options.plain if plain else use.candidate()[2]
+    fixed = graph.fixed_bytes
     backward = next((i for i, label in enumerate(timeline.labels) if label[1] == "backward"), len(timeline.labels))
     forward_peak = max(timeline.total_bytes[:backward], default=fixed) - fixed
-    incoming = sum(use.options.graph.slots[slot].bytes for slot in use.options.tangents)
+    incoming = sum(graph.slots[slot].bytes for slot in use.options.tangents)
     after = (timeline.total_bytes[backward] - incoming if backward < len(timeline.labels) else fixed) - fixed
     backward_peak = max(timeline.total_bytes[backward:], default=fixed) - fixed
-    return forward_peak, after, backward_peak
+    return forward_peak, after, backward_peak, 0 if plain else _kept_outputs(graph, use.candidate()[1])
 
 
-def _peak(calls: list[RegionUse], base_bytes: int, gradient_bytes: int, plain: bool = False) -> int:
-    """Peak of a step that runs the regions in this order. Python in between is taken to hold nothing of its own."""
-    numbers = [_numbers(use, use.options.plain if plain else use.candidate()[2]) for use in calls]
-    live = peak = base_bytes
-    held = []
-    for forward_peak, after, _ in numbers:
-        peak = max(peak, live + forward_peak)
-        held.append(live)
-        live += after
+def _kept_outputs(graph: Graph, program: Program) -> int:
+    """Bytes of outputs that backward needs: they stay, whether or not the Python behind lets go of them."""
+    saved = {value for segment in program.segments for value in segment.saved}
+    kept = {storage for value in saved.intersection(graph.outputs) for storage in graph.nodes[value].storages}
+    return sum(graph.storage_bytes[storage] for storage in kept)
+
+
+def _peak(
+    calls: list[RegionUse], base_bytes: int, gradient_bytes: int, stretches: list[Stretch], plain: bool = False
+) -> int:
+    """Peak of a step that runs the regions in this order.
+
+    Of the Python in between it is known what it holds in forward. Its backward is taken to hold two gradients on top,
+    one that comes in and one that goes out, as large as its largest tensor.
+    """
+    numbers = [_numbers(use, plain) for use in calls]
+    between = [*stretches, *[Stretch()] * (len(calls) + 1)][: len(calls) + 1]
+    regions, live = base_bytes, []  # held by regions; by all, where each region starts, and at the end
+    peak = 0
+    for (forward_peak, after, _, kept), before, behind in zip(numbers, between[:-1], between[1:], strict=True):
+        live.append(regions + before.held_bytes)
+        peak = max(peak, regions + before.peak_bytes, live[-1] + forward_peak)
+        regions += after - max(0, behind.freed_bytes - kept)
+    live.append(regions + between[-1].held_bytes)
+    peak = max(peak, regions + between[-1].peak_bytes)
     grown = 0
-    for use, before, (_, _, backward_peak) in zip(calls[::-1], held[::-1], numbers[::-1], strict=True):
-        peak = max(peak, before + grown + backward_peak)
-        own = sum(s.bytes for s in use.options.graph.slots if s.owner == -1)
-        grown = min(gradient_bytes, grown + own) if use.options.graph.fresh_gradients else 0
+    for index in range(len(calls), -1, -1):
+        peak = max(peak, live[index] + grown + 2 * between[index].largest_bytes)
+        if index:
+            use = calls[index - 1]
+            peak = max(peak, live[index - 1] + grown + numbers[index - 1][2])
+            parameters = sum(slot.bytes for slot in use.options.graph.slots if slot.owner == -1)
+            grown = min(gradient_bytes, grown + parameters) if use.options.graph.fresh_gradients else 0
     return max(peak, base_bytes + gradient_bytes)
 
 
 def _gain(use: RegionUse) -> float:
     """Bytes that the next smaller plan of a region gives back per second that it costs."""
-    before = use.candidate()[2]
-    after = use.options.search.at(use.choices[use.chosen + 1])[2]
-    freed = _numbers(use, before)[1] - _numbers(use, after)[1]
+    before, kept = use.candidate()[2], _numbers(use)[1]
+    use.chosen += 1
+    after, freed = use.candidate()[2], kept - _numbers(use)[1]
+    use.chosen -= 1
     return freed / max(after.recompute_seconds - before.recompute_seconds, 1e-9)
 
 

@@ -28,8 +28,8 @@ class RegionsReport:
 
     Attributes:
         title: model and strategy.
-        plan: the plans of all regions; ``plan.peak_bytes`` is the predicted whole-step peak. Python between the
-            regions is taken to hold nothing of its own.
+        plan: the plans of all regions; ``plan.peak_bytes`` is the predicted whole-step peak. What the Python
+            between the regions holds was seen in forward and is estimated for backward.
         rows: per region: path, segments, kept bytes, seconds of recomputation, share of the region's step.
         left: what stays Python, and why; the whole model comes first.
         plain_peak_bytes: predicted whole-step peak without recomputation.

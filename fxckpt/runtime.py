@@ -79,7 +79,10 @@ class RecomputeFunction(torch.autograd.Function):
         del tangents, grads
         _torch.clear_saved(ctx)
         with _torch.below_autograd():
-            return (None, None, *code(boxed))
+            results = code(boxed)
+        if not _torch.graph_is_kept():
+            ctx.call = None  # else the region's inputs would live until the graph of the whole step goes
+        return (None, None, *results)
 
 
 class SegmentModule(nn.Module):
@@ -215,8 +218,11 @@ def _set_random_state(device: torch.device, state: Tensor) -> None:
         getattr(torch, device.type).set_rng_state(state, device)
 
 
-def replay_random(func: Callable[..., Any], device: torch.device, state: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Run a random operator again from ``state``; the generator's stream is as before afterwards."""
+def replay_random(func: Callable[..., Any], device: torch.device, state: Tensor, /, *args: Any, **kwargs: Any) -> Any:
+    """Run a random operator again from ``state``; the generator's stream is as before afterwards.
+
+    The operator may have a ``device`` among its own keywords.
+    """
     current = save_random_state(device)
     _set_random_state(device, state)
     try:
@@ -225,6 +231,6 @@ def replay_random(func: Callable[..., Any], device: torch.device, state: Tensor,
         _set_random_state(device, current)
 
 
-def replay_bernoulli(device: torch.device, state: Tensor, *args: Any, **kwargs: Any) -> Any:
+def replay_bernoulli(device: torch.device, state: Tensor, /, *args: Any, **kwargs: Any) -> Any:
     """:func:`replay_random` of :func:`fxckpt.joint.bernoulli_like`, by a name that generated code can hold."""
     return replay_random(bernoulli_like, device, state, *args, **kwargs)

@@ -27,6 +27,10 @@ __all__ = [
 PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 SIMPLE = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
 INTERNAL = frozenset(vars(nn.Module()))
+# Hooks that only compute, or hand tensors to the forward that put them there: they are traced like any other code.
+# Hugging Face installs its own at the first call that asks for hidden states, attentions or router logits.
+PURE_HOOKS = ("torch.nn.utils", "transformers.utils.output_capturing")
+INSTALLED = "_output_capturing_hooks_installed"
 
 
 @dataclass(slots=True)
@@ -134,7 +138,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether calling ``module`` runs user hooks; those of torch.nn.utils are pure and can be traced."""
+    """Whether calling ``module`` runs user hooks; those in ``PURE_HOOKS`` can be traced."""
     return any(_is_users(hook) for table in _hook_tables(module) for hook in table.values())
 
 
@@ -157,7 +161,7 @@ def _hook_tables(module: nn.Module) -> tuple[dict[int, Any], ...]:
 
 
 def _is_users(hook: Any) -> bool:
-    return not type(hook).__module__.startswith("torch.nn.utils")
+    return not str(getattr(hook, "__module__", "")).startswith(PURE_HOOKS)
 
 
 def _no_hook(*args: Any, **kwargs: Any) -> None:
@@ -185,14 +189,23 @@ def _changes(path: str, module: nn.Module, snapshot: dict[str, Any], swapped_in:
                 if tensor is not copies[key].get(name) and id(tensor) not in swapped_in:
                     yield name, tensor
         elif value is old or id(value) in swapped_in:
-            if key in copies and not _same_contents(value, copies[key], swapped_in):
+            if key in copies and not _same_contents(
+                _without_pure(key, value), _without_pure(key, copies[key]), swapped_in
+            ):
                 raise CaptureError(
                     f"forward changes the container {key!r} of module {path or 'the model'!r} in place",
                     module=path,
                     reason=f"attribute {key!r} is changed in place",
                 )
-        else:
+        elif key != INSTALLED:
             yield key, value
+
+
+def _without_pure(key: str, value: Any) -> Any:
+    """A table of hooks without those that a library has just put there; anything else as it is."""
+    if key != "_forward_hooks" or value is None:
+        return value
+    return {number: hook for number, hook in value.items() if _is_users(hook)}
 
 
 def _same_contents(value: Any, copy: Any, swapped_in: set[int] | None = None) -> bool:

@@ -7,9 +7,11 @@ the tracer notes, for every tensor that an operator reads, which autograd edge t
 
 from __future__ import annotations
 
+import contextvars
 import random
 import sys
 import threading
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fxckpt import _torch
 from fxckpt.errors import CaptureError, FxckptError
 from fxckpt.joint import Edge, GradRecord, RegionInput, Trace
-from fxckpt.state import SIMPLE, ModuleState, contains_tensor, find_tensors, has_hooks
+from fxckpt.objects import Watch
+from fxckpt.state import INTERNAL, SIMPLE, ModuleState, contains_tensor, find_tensors, has_hooks
 
 __all__ = ["capture"]
 
@@ -93,8 +96,9 @@ class _Tracing:
     def run(self) -> Trace:
         states = _host_random_state()
         rng = torch.get_rng_state()
-        mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
+        mode = _torch.FakeMode(allow_non_fake_inputs=True)
         fakes = [_fake(tensor, mode) for tensor in self.tensors]
+        watch = Watch(self._shared_objects())
         try:
             with mode, _torch.quiet_fakes():
                 graph_module = _torch.traced(self.joint, fakes)
@@ -110,6 +114,10 @@ class _Tracing:
             _restore_host_random_state(states)
             torch.set_rng_state(rng)
             torch.clear_autocast_cache()
+            changed = watch.changed()
+            watch.restore()
+        if changed:
+            raise CaptureError(f"forward changes {changed}", reason=f"forward changes {changed}")
         if moved:
             raise CaptureError(
                 "forward draws from Python's or NumPy's random generator", reason="Python or NumPy random numbers"
@@ -121,6 +129,17 @@ class _Tracing:
             backward_tag=self.backward_tag, edges=self.edges, places=self.places.by_name, records=self.records,
             **_by_name(self.result, nodes),
         )  # fmt: skip
+
+    def _shared_objects(self) -> Iterator[tuple[str, Any]]:
+        """What others see too and forward may write to, apart from tensors and modules."""
+        for variable, value in contextvars.copy_context().items():
+            yield f"context variable {variable.name!r}", value
+        for leaf in self.leaves:
+            yield f"an input, a {type(leaf).__name__}", leaf
+        for path, module in self.state.modules:
+            for key, value in vars(module).items():
+                if key not in INTERNAL:
+                    yield f"attribute {key!r} of module {path or 'the model'!r}", value
 
     def _check_assigned(self) -> None:
         for path, name, value in self.assigned:
@@ -168,12 +187,19 @@ class _Tracing:
         try:
             with swapped, self.places, _Refuse(), plainly, _EdgeRecorder(self):
                 output = self.module.forward(*args, **kwargs)
+                self._check_containers(args, kwargs, leaves)
         finally:
             torch.set_autocast_cache_enabled(cached)
         for fake in fakes:
             if fake.requires_grad and fake.grad is not None:
                 raise CaptureError("forward runs backward() itself", reason="backward() inside forward")
         self._outputs(output, fakes)
+
+    def _check_containers(self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> None:
+        """The trace gets its own lists and dictionaries, so that a change to one would be lost."""
+        now, spec = pytree.tree_flatten((args, kwargs))
+        if spec != self.spec or any(one is not other for one, other in zip(now, leaves, strict=True)):
+            raise CaptureError("forward changes a container among its inputs", reason="an input container is changed")
 
     def _outputs(self, output: Any, fakes: tuple[Tensor, ...]) -> None:
         unique: dict[int, Tensor] = {}

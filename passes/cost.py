@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from fxckpt import _torch
 from fxckpt.device import Device, is_view, op_work
-from fxckpt.joint import UPDATING_NORMS, JointGraph, bernoulli_like, inplace_form
+from fxckpt.joint import UPDATING_NORMS, JointGraph, bernoulli_like, inplace_form, remembered
 from fxckpt.plan import GradNode, Graph, Node, Slot
 
 __all__ = ["cost"]
@@ -125,6 +125,8 @@ class _Costs:
                 if storage not in self.input_storages:
                     self.input_storages.add(storage)
                     parts[names.get(entry.kind, "buffers")] += self.bytes[storage]
+        for index in remembered(self.joint):
+            parts["buffers"] += sum(self.bytes[storage] for storage in self._storages(placeholders[index]))
         return tuple(parts.items())
 
     def _node(self, node: fx.Node, storages: tuple[int, ...], new: tuple[int, ...]) -> Node:

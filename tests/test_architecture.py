@@ -19,7 +19,8 @@ LEVELS = [
     {"errors", "units", "_version", "_torch"},
     {"clock", "plan", "joint", "tables", "device", "hull", "optimizer", "snapshot"},
     {"state"},
-    {"double", "explain", "functional", "overwrite", "measure", "runtime", "signature", "template", "workspace"},
+    {"double", "explain", "functional", "ledger", "overwrite", "measure", "objects", "runtime"}
+    | {"signature", "template", "workspace"},
     {"guard", "report", "passes"},
     {"decide"},
     {"pipeline", "regions"},

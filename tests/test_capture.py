@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextvars
 import inspect
 import random
 from collections.abc import Callable
@@ -226,3 +227,110 @@ def test_attributes_that_hold_new_tensors_are_recorded() -> None:
     assert (path, name, text, loss.shape) == ("", "aux", "text", torch.Size([]))
     assert len(trace.outputs) == 2
     assert not hasattr(model, "aux")
+
+
+class Memory:
+    """Collects what passes by, like a key/value cache."""
+
+    def __init__(self) -> None:
+        self.layers: list[Any] = []
+        self.count = 0
+
+
+class Remembers(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear, self.how, self.memory = nn.Linear(2, 2), how, Memory()
+
+    def forward(self, x: Tensor, memory: Any = None) -> Tensor:
+        y: Tensor = self.linear(x)
+        if self.how == "list":
+            memory.append(y)
+        elif self.how == "dict":
+            memory.pop("x", None)
+        elif self.how == "object":
+            memory.layers.append(y)
+        elif self.how == "attribute":
+            self.memory.count += 1
+        return y
+
+
+@pytest.mark.parametrize(
+    ("how", "memory", "says"),
+    [
+        ("list", [], "container"),
+        ("dict", {"x": 1}, "container"),
+        ("object", Memory(), "an input, a Memory"),
+        ("attribute", None, "attribute 'memory'"),
+    ],
+)
+def test_what_forward_does_to_objects_is_refused_and_undone(how: str, memory: Any, says: str) -> None:
+    module = Remembers(how)
+    with pytest.raises(CaptureError, match=says):
+        capture(module, (torch.ones(2, 2),), {"memory": memory})
+    assert memory == {"x": 1} if how == "dict" else not getattr(memory, "layers", memory)
+    assert module.memory.count == 0
+
+
+def test_what_a_failed_trace_did_to_objects_is_undone() -> None:
+    class Fails(Remembers):
+        def forward(self, x: Tensor, memory: Any = None) -> Tensor:
+            super().forward(x, memory)
+            return x * float(x.sum())
+
+    memory = Memory()
+    with pytest.raises(CaptureError, match="test_capture"):
+        capture(Fails("object"), (torch.ones(2, 2),), {"memory": memory})
+    assert memory.layers == []
+
+
+def test_a_collector_in_a_context_variable_gets_no_fakes() -> None:
+    collector: contextvars.ContextVar[Any] = contextvars.ContextVar("collector", default=None)
+
+    class Collects(Remembers):
+        def forward(self, x: Tensor, memory: Any = None) -> Tensor:
+            y = super().forward(x)
+            if collector.get() is not None:
+                collector.get().append(y)
+            return y
+
+    capture(Collects(""), (torch.ones(2, 2),), {})
+    found: list[Tensor] = []
+    token = collector.set(found)
+    with pytest.raises(CaptureError, match="context variable 'collector'"):
+        capture(Collects(""), (torch.ones(2, 2),), {})
+    collector.reset(token)
+    assert found == []
+
+
+def test_hooks_of_a_library_that_only_collects_are_traced() -> None:
+    class Installs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> dict[str, Any]:
+            found: list[Tensor] = []
+
+            def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+                found.append(output)
+
+            hook.__module__ = "transformers.utils.output_capturing"
+            handle = self.linear.register_forward_hook(hook)
+            if not hasattr(self, "_output_capturing_hooks_installed"):
+                self._output_capturing_hooks_installed = True
+            else:
+                handle.remove()
+            return {"y": self.linear(x), "found": found}
+
+    module = Installs()
+    trace = capture(module, (torch.ones(2, 2),), {})
+    assert len(trace.output["found"]) == 1
+    assert not module.linear._forward_hooks
+    module(torch.ones(2, 2))
+    assert module.linear._forward_hooks
+    capture(module, (torch.ones(2, 2),), {})
+
+
+def test_objects_that_forward_only_reads_are_fine() -> None:
+    capture(Remembers(""), (torch.ones(2, 2),), {"memory": Memory()})

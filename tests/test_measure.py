@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -236,3 +237,21 @@ def test_cuda_peak_counts_blocks_of_the_allocator() -> None:
     held = torch.empty(1, device="cuda")
     found = measure_peak(step, held=held)
     assert (found.peak_bytes, found.held_bytes) == (2 * MIB, 512)
+
+
+def test_tensors_in_objects_of_the_output_are_compared() -> None:
+    class Cache:
+        def __init__(self, value: Tensor) -> None:
+            self.layers = [{"keys": value}]
+
+    class Model(nn.Module):
+        def __init__(self, factor: float) -> None:
+            super().__init__()
+            self.linear, self.factor = nn.Linear(2, 2), factor
+
+        def forward(self, x: Tensor) -> Any:
+            return {"y": self.linear(x), "cache": Cache(x * self.factor)}
+
+    plain, other = Model(1.0), Model(2.0)
+    other.linear = plain.linear
+    assert compare_steps(plain, other, (torch.ones(1, 2),)).differences == ("output['cache'].layers[0]['keys']",)

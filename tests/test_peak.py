@@ -122,3 +122,27 @@ def test_dp_at_its_smallest_is_below_sqrtn(name: str) -> None:
     case, model, args, kwargs = _built(name)
     sqrtn = make_plan(model, *args, example_kwargs=kwargs, strategy="sqrtn")
     assert smallest_peak(model, args, kwargs) <= sqrtn.peak_bytes
+
+
+def test_copies_of_buffers_that_forward_reads_and_writes_count() -> None:
+    class Queue(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+            self.register_buffer("queue", torch.ones(1024, 64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.linear(x) @ self.queue.clone().T
+            with torch.no_grad():
+                self.queue.mul_(0.5)
+            return y.sum()
+
+    def step() -> None:
+        planned(x).backward()
+
+    model, x = Queue(), torch.ones(8, 64)
+    planned = auto_checkpoint(model, x, strategy="none")
+    step()
+    model.zero_grad()
+    measured = measure_peak(step, held=(model, x)).total_bytes
+    assert abs(get_plan(planned).peak_bytes - measured) < 100

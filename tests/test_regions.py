@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import weakref
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from fxckpt import auto_checkpoint, get_graph_module, get_plan, get_report, make
 from fxckpt.check import CheckResult
 from fxckpt.errors import BudgetInfeasibleError, CaptureError, FxckptError, InvalidArgumentError
 from fxckpt.measure import compare_steps, default_loss
+from fxckpt.model import planner_of
 from fxckpt.plan import Plan
 from fxckpt.regions import thin
 from fxckpt.report_regions import RegionsReport
@@ -128,6 +130,34 @@ def test_a_block_that_is_met_later_becomes_a_region() -> None:
     planned(-x).sum().backward()
     assert model.router.right.up.weight.grad is not None
     assert seen == ["hook"]
+
+
+def test_later_steps_run_the_plans_that_share_the_budget() -> None:
+    model, x = _net()
+    planned = auto_checkpoint(model, x, budget_gb=_smallest() / 2**30)
+    regions = planner_of(planned).regions
+    assert regions is not None
+    uses = dict(regions.uses)
+    for _ in range(3):  # without gradients from before, then with them
+        planned(x).sum().backward()
+    assert regions.uses == uses
+
+
+def test_a_region_met_later_takes_what_the_budget_leaves() -> None:
+    plans = {}
+    for budget in (_smallest(), 2**30):
+        model, x = _net()
+        planned = auto_checkpoint(model, x, budget_gb=budget / 2**30)
+        planned(-x).sum().backward()
+        plans[budget] = dict(_plans_of_uses(planned))["router.right"]
+    small, large = plans.values()
+    assert small.extra_seconds > large.extra_seconds == 0
+
+
+def _plans_of_uses(planned: nn.Module) -> list[tuple[str, Plan]]:
+    regions = planner_of(planned).regions
+    assert regions is not None
+    return [(use.path, use.decision.plan) for use in regions.uses.values() if use.decision is not None]
 
 
 def test_leave_keeps_modules_out_of_every_region() -> None:
@@ -297,3 +327,54 @@ def test_the_check_takes_models_in_regions() -> None:
     assert "in regions" in result.render()
     assert result.predicted < result.plain_predicted
     assert result.measured < result.plain_measured
+
+
+def test_a_region_lets_go_of_its_inputs_when_its_backward_has_run() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Block(16), Block(16)
+            self.between: Any = lambda: None
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.first(x) * (2 if x.sum() > 0 else 3)
+            self.between = weakref.ref(y.untyped_storage())
+            return self.second(y)
+
+    harness.seed_all()
+    model, x = Two(), torch.rand(8, 16)
+    planned = auto_checkpoint(model, x, strategy="none", regions=("first", "second"))
+    alive = []
+    total = planned(x).sum()
+    model.first.down.bias.register_hook(lambda _: alive.append(model.between() is not None))
+    total.backward(retain_graph=True)
+    total.backward()
+    assert alive == [True, False]
+
+
+class Between(nn.Module):
+    """Python between the regions that holds much for backward, and lets go of what a region returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Block(16), Block(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x) * (2 if x.sum() > 0 else 3)
+        for _ in range(6):
+            y = (y + 0.1).sin()
+        return self.second(y)
+
+
+@pytest.mark.parametrize("strategy", ["none", "sqrtn", "dp"])
+def test_what_the_python_in_between_holds_is_predicted(strategy: str) -> None:
+    harness.seed_all()
+    model, x = Between(), torch.rand(2048, 16)
+    options: dict[str, Any] = {"strategy": strategy}
+    if strategy == "dp":
+        options.update(budget_gb=1e-9, on_infeasible="best")
+    planned = auto_checkpoint(model, x, **options)
+    found = compare_steps(model, planned, (x,), measure=True)
+    assert found.equal
+    assert found.planned_peak is not None
+    assert found.planned_peak.total_bytes == pytest.approx(_report(planned).peak_bytes, rel=0.05)

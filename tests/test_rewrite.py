@@ -72,6 +72,13 @@ def _mlp(*extra: nn.Module) -> nn.Module:
     return nn.Sequential(*layers).train()
 
 
+class Noise(nn.Module):
+    """Draws by an operator that takes a device among its keywords, as drop path does in some models."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rand(x.shape, dtype=x.dtype, device=x.device)
+
+
 def _targets(code: fx.GraphModule) -> list[Any]:
     return [node.target for node in code.graph.nodes if node.op == "call_function"]
 
@@ -81,7 +88,7 @@ def _again(code: fx.GraphModule) -> list[Any]:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-@pytest.mark.parametrize("extra", [nn.Identity, lambda: nn.BatchNorm1d(8), nn.Dropout])
+@pytest.mark.parametrize("extra", [nn.Identity, lambda: nn.BatchNorm1d(8), nn.Dropout, lambda: Noise()])
 def test_numbers_are_eagers_to_the_bit(count: int, extra: Callable[[], nn.Module]) -> None:
     model, x = _mlp(extra()), torch.randn(6, 4)
     state = {name: value.clone() for name, value in model.state_dict().items()}

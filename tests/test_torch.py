@@ -222,3 +222,36 @@ def test_traced_and_lazy_graph_modules_make_their_code_on_demand() -> None:
     assert isinstance(lazy, torch.fx.GraphModule)
     assert torch.equal(lazy(x), (x * 2).relu())
     assert "relu" in lazy.code
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("left", "right"), [(2, 3), (3, 2), (2, 2), (3, 3)])
+def test_fakes_of_grouped_products_look_like_the_real_ones(left: int, right: int, dtype: torch.dtype) -> None:
+    shapes = [(2, 8, 16), (2, 16, 24)]
+    if (left, right) == (2, 2):
+        shapes = [(8, 16), (16, 24)]
+    elif left == 2:
+        shapes[0] = (8, 16)
+    elif right == 2:
+        shapes[1] = (16, 24)
+    pair = [torch.ones(shape, dtype=dtype) for shape in shapes]
+    offsets = torch.tensor([8, 16 if left == right else 24 if right == 2 else 8], dtype=torch.int32)
+    given = {} if left == right == 3 else {"offs": offsets}
+    real = torch.nn.functional.grouped_mm(*pair, **given)
+    mode = _torch.FakeMode()
+    with mode:
+        fake = torch.nn.functional.grouped_mm(
+            *map(mode.from_tensor, pair), **{key: mode.from_tensor(value) for key, value in given.items()}
+        )
+    assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
+
+
+def test_a_node_knows_whether_its_graph_is_kept() -> None:
+    kept: list[bool] = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda grad: kept.append(_torch.graph_is_kept()))
+    total = y.sum()
+    total.backward(retain_graph=True)
+    total.backward()
+    assert kept == [True, False]
