@@ -298,7 +298,7 @@ class Planner:
 
         regions = Regions(make, read_call, goal, self.settings.leave, self.settings.regions)
         with unchanged(model):
-            _try_out(regions, model, args, kwargs)
+            _try_out(regions, model, args, kwargs, error)
         if not regions.uses:
             raise error
         held = ModuleState.collect(model)
@@ -336,15 +336,24 @@ class Planner:
         return RegionUse(path, options, thin(len(options.search.plans)), 0, build)
 
 
-def _try_out(regions: Regions, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _try_out(
+    regions: Regions, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], why: CaptureError
+) -> None:
     """Run forward once to meet its regions, without user hooks: they fire when the model is really called."""
     try:
         with silent_hooks(model):
             regions.try_out(model, args, kwargs)
-    except Exception:
-        if not any(has_hooks(module) for module in model.modules()):
-            raise
-        regions.try_out(model, args, kwargs)  # forward cannot do without what a hook does
+    except FxckptError:
+        raise
+    except Exception as error:
+        if any(has_hooks(module) for module in model.modules()):
+            regions.try_out(model, args, kwargs)  # forward cannot do without what a hook does
+            return
+        model.forward(*args, **kwargs)  # if that fails too, it is not for the regions
+        raise CaptureError(
+            f"{why}; nor does it run in regions: {type(error).__name__}: {error}",
+            module=why.module, reason=why.reason, source=why.source,
+        ) from error  # fmt: skip
 
 
 def _report(name: str, captured: Captured, decision: Decision) -> Report:

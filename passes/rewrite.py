@@ -154,6 +154,10 @@ class _Emitter:
         new = self.out.node_copy(node, lambda source: None if source in statistics else self.env[self.index[source]])
         if step.inplace:
             new.target = inplace_form(node)
+        elif node.target is aten.view.default and self.graph.nodes[step.value].phase == "backward":
+            # Autograd reshapes gradients: a loss may send one with other strides than the trace had, which a view
+            # cannot take.
+            new.target = aten.reshape.default
         elif step.op == "replay":
             new.args = (device_of(node), self.states[step.value], *new.args)
             if node.target is bernoulli_like:
