@@ -20,6 +20,7 @@ import torch.utils.checkpoint
 from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import forward_ad
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode as _get_proxy_mode
 from torch.fx.experimental.proxy_tensor import get_proxy_slot, make_fx
@@ -35,7 +36,6 @@ __all__ = [
     "current_tracer",
     "fast_callable",
     "functional_value",
-    "functorch_active",
     "graph_is_kept",
     "is_dense",
     "is_operator",
@@ -45,6 +45,8 @@ __all__ = [
     "sequence_number",
     "storage_key",
     "traced",
+    "transform_active",
+    "watched_globally",
     "without_inner_checkpoints",
 ]
 
@@ -107,9 +109,29 @@ def is_dense(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and bool(check(tensor))
 
 
-def functorch_active() -> bool:
-    """Whether a ``torch.func`` transform (vmap, grad, jvp) is running: the planned graph must step aside."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+def transform_active() -> bool:
+    """Whether a ``torch.func`` transform (vmap, grad, jvp) or forward-mode differentiation is running.
+
+    A custom autograd Function has no rules for them, so that the planned graph must step aside.
+    """
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+_GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(
+    getattr(torch.nn.modules.module, f"_global_{kind}_hooks")
+    for kind in ("forward", "forward_pre", "backward", "backward_pre")
+)
+
+
+def watched_globally() -> bool:
+    """Whether somebody registered hooks on every module there is, as module trackers do.
+
+    ``register_module_forward_hook`` and its like have no public way to ask. Hooks of a trace of our own do not count.
+    """
+    if not any(_GLOBAL_HOOKS):
+        return False
+    hooks = [hook for table in _GLOBAL_HOOKS for hook in table.values()]
+    return any(not str(getattr(hook, "__module__", "")).startswith("fxckpt") for hook in hooks)
 
 
 _BELOW = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCPU)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
+import warnings
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 from typing import Any
@@ -142,19 +143,31 @@ class Planner:
         self.latest: Outcome | None = None
         self.tried: set[frozenset[int]] = set()
         self.planned = False
+        self.told: set[str] = set()
 
     def run(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Forward of ``model`` (the plain view)."""
-        if not torch.is_grad_enabled() or not model.training or _torch.functorch_active():
+        if not torch.is_grad_enabled() or not model.training:
+            return model.forward(*args, **kwargs)
+        if _torch.transform_active():
+            self._step_aside("a function transform or forward-mode differentiation is running")
             return model.forward(*args, **kwargs)
         # A capture puts fake tensors into the model for its time, which no other thread may meet.
         with self.lock:
+            if _torch.watched_globally():
+                self._step_aside("hooks on all modules are registered")
+                return model.forward(*args, **kwargs)
             entry, leaves = self._find(model, args, kwargs)
             if entry is None:
                 assert self.regions is not None
                 return self.regions.run(model, args, kwargs)
             tensors = entry.tensors(leaves)
         return entry.run(tensors)
+
+    def _step_aside(self, why: str) -> None:
+        if why not in self.told:
+            self.told.add(why)
+            warnings.warn(f"fxckpt: {why}, so the model runs as it is, without saving memory", stacklevel=4)
 
     def _find(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Entry | None, list[Any]]:
         """What runs this call, planned now if need be, with the flat inputs; no entry if the model runs in regions."""

@@ -93,7 +93,7 @@ def test_function_transforms_are_noticed() -> None:
     seen = []
 
     def probe(x: Tensor) -> Tensor:
-        seen.append(_torch.functorch_active())
+        seen.append(_torch.transform_active())
         return x.sum()
 
     torch.vmap(probe)(torch.ones(2, 2))
