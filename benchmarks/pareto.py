@@ -165,8 +165,9 @@ class _Bench:
         budgets = [held + int(fraction * self.plain_peak) for fraction in FRACTIONS]
         budgets = [budget for budget in budgets if budget >= smallest]
         gap = POINTS - len(budgets)
-        lowest = budgets[-1] if budgets else held + self.plain_peak
-        return budgets + [smallest + (lowest - smallest) * (gap - 1 - index) // gap for index in range(gap)]
+        lowest = max(smallest, budgets[-1] if budgets else held + self.plain_peak)
+        below = [smallest + (lowest - smallest) * (gap - 1 - index) // gap for index in range(gap)]
+        return list(dict.fromkeys(budgets + below))  # a model that is all parameters has nothing to choose
 
 
 def _smallest(work: Workload) -> int:

@@ -20,8 +20,10 @@ import torch.utils.checkpoint
 from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode as _get_proxy_mode
-from torch.fx.experimental.proxy_tensor import get_proxy_slot
+from torch.fx.experimental.proxy_tensor import get_proxy_slot, make_fx
 from torch.fx.graph import CodeGen
 
 __all__ = [
@@ -34,14 +36,17 @@ __all__ = [
     "current_tracer",
     "fast_callable",
     "functional_value",
-    "functorch_active",
     "graph_is_kept",
     "is_dense",
     "is_operator",
+    "lazy_graph_module",
     "proxy_node",
     "quiet_fakes",
     "sequence_number",
     "storage_key",
+    "traced",
+    "transform_active",
+    "watched_globally",
     "without_inner_checkpoints",
 ]
 
@@ -104,9 +109,29 @@ def is_dense(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and bool(check(tensor))
 
 
-def functorch_active() -> bool:
-    """Whether a ``torch.func`` transform (vmap, grad, jvp) is running: the planned graph must step aside."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+def transform_active() -> bool:
+    """Whether a ``torch.func`` transform (vmap, grad, jvp) or forward-mode differentiation is running.
+
+    A custom autograd Function has no rules for them, so that the planned graph must step aside.
+    """
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+_GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(
+    getattr(torch.nn.modules.module, f"_global_{kind}_hooks")
+    for kind in ("forward", "forward_pre", "backward", "backward_pre")
+)
+
+
+def watched_globally() -> bool:
+    """Whether somebody registered hooks on every module there is, as module trackers do.
+
+    ``register_module_forward_hook`` and its like have no public way to ask. Hooks of a trace of our own do not count.
+    """
+    if not any(_GLOBAL_HOOKS):
+        return False
+    hooks = [hook for table in _GLOBAL_HOOKS for hook in table.values()]
+    return any(not str(getattr(hook, "__module__", "")).startswith("fxckpt") for hook in hooks)
 
 
 _BELOW = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCPU)
@@ -125,6 +150,19 @@ for _key in (
 ):
     if hasattr(torch._C.DispatchKey, _key):
         _BELOW = _BELOW | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _key))
+
+
+def traced(function: Callable[..., Any], inputs: list[Tensor]) -> fx.GraphModule:
+    """``make_fx`` without Python code for the result, which takes as long as a tenth of the trace and nobody runs."""
+    with _use_lazy_graph_module(True):
+        module = make_fx(function)(*inputs)
+    assert isinstance(module, fx.GraphModule)
+    return module
+
+
+def lazy_graph_module(root: torch.nn.Module, graph: fx.Graph, class_name: str) -> fx.GraphModule:
+    """A GraphModule that generates its Python code when somebody asks for it."""
+    return _LazyGraphModule(root, graph, class_name)
 
 
 def below_autograd() -> Any:
@@ -267,7 +305,7 @@ def cpu_allocations(run: Callable[[], object]) -> list[int]:
     return counts
 
 
-_METHODS = ("view", "expand")
+_METHODS = ("view", "reshape", "expand")
 _FUNCTIONS = (
     "mm", "addmm", "bmm", "baddbmm", "t", "transpose", "permute", "unsqueeze", "squeeze", "add", "mul", "sub", "div",
     "sum", "mean", "relu", "tanh", "sigmoid", "exp", "rsqrt", "neg", "pow", "clone", "native_layer_norm", "convolution",

@@ -119,7 +119,7 @@ class Options:
             frontier = Frontier((goal.plan,))
         else:
             frontier = clock.run(goal.strategy, _candidates, goal.strategy, self.held, self.chain, keep_all)
-        plans = tuple(_split_at_outputs(graph, plan, tangents) for plan in frontier.plans)
+        plans = tuple(_split_at_outputs(graph, plan) for plan in frontier.plans)
         self.search = Search(graph, plans, tangents, floor_bytes, ordered=goal.strategy != "sqrtn")
 
     def settle(self, candidate: Candidate) -> Decision:
@@ -286,19 +286,15 @@ def _keep_everything(graph: Graph, chain: Chain) -> Plan:
     return Plan("none", tuple(segments))
 
 
-def _split_at_outputs(graph: Graph, plan: Plan, tangents: frozenset[int]) -> Plan:
-    """Cut segments right behind each differentiable output that the loss uses or that nothing else reads.
+def _split_at_outputs(graph: Graph, plan: Plan) -> Plan:
+    """Cut segments right behind each differentiable output.
 
-    Then an output that later layers read is the very tensor that they read, so that gradients with respect to it can be
-    asked for; and a head whose output gets no gradient is a segment that backward never enters, as in eager.
+    Then an output that later layers read (the logits before the loss) is the very tensor that they read, so that
+    gradients with respect to it can be asked for; and a head whose output gets no gradient is a segment that backward
+    never enters, as in eager.
     """
     position = {value: index for index, value in enumerate(graph.forward)}
-    read = {source for value in graph.forward for source in graph.nodes[value].inputs}
-    ends = {
-        position[slot.value] + 1
-        for index, slot in enumerate(graph.slots)
-        if slot.tangent >= 0 and slot.value in position and (index in tangents or slot.value not in read)
-    }
+    ends = {position[slot.value] + 1 for slot in graph.slots if slot.tangent >= 0 and slot.value in position}
     blocked = {index for low, high in graph.forbidden for index in range(low + 1, high + 1)}
     ends -= blocked
     if len(ends) > MAX_SPLITS:

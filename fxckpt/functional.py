@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.func import functionalize
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxckpt import _torch
 from fxckpt.joint import Edge, Trace, inplace_form
@@ -87,8 +86,7 @@ class _Run:
         # The trace holds every cast already; autocast would add its own to the operators as they are run again.
         off = torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False)
         with old_inputs[0].meta["val"].fake_mode, torch.no_grad(), off[0], off[1]:
-            module = make_fx(self._trace)(*fakes)
-        assert isinstance(module, fx.GraphModule)
+            module = _torch.traced(self._trace, fakes)
         graph = module.graph
         nodes = {node.name: node for node in graph.nodes}
         value = {old: nodes[name] for old, name in self.names.items() if name in nodes}

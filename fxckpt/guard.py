@@ -38,6 +38,8 @@ class Guard:
 
     def _note(self, module: nn.Module) -> bool:
         entries = vars(module)
+        if "training" not in entries:
+            return False  # TorchScript keeps its state elsewhere
         names = ["training"]
         for key in entries.keys() - INTERNAL:
             value = entries[key]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
+import warnings
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +15,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from fxckpt import _torch
+from fxckpt.clock import without_collection
 from fxckpt.decide import Decision, Goal, Options, decide, fingerprint
 from fxckpt.device import Device
 from fxckpt.double import DoubleReplay
@@ -141,19 +143,31 @@ class Planner:
         self.latest: Outcome | None = None
         self.tried: set[frozenset[int]] = set()
         self.planned = False
+        self.told: set[str] = set()
 
     def run(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Forward of ``model`` (the plain view)."""
-        if not torch.is_grad_enabled() or not model.training or _torch.functorch_active():
+        if not torch.is_grad_enabled() or not model.training:
+            return model.forward(*args, **kwargs)
+        if _torch.transform_active():
+            self._step_aside("a function transform or forward-mode differentiation is running")
             return model.forward(*args, **kwargs)
         # A capture puts fake tensors into the model for its time, which no other thread may meet.
         with self.lock:
+            if _torch.watched_globally():
+                self._step_aside("hooks on all modules are registered")
+                return model.forward(*args, **kwargs)
             entry, leaves = self._find(model, args, kwargs)
             if entry is None:
                 assert self.regions is not None
                 return self.regions.run(model, args, kwargs)
             tensors = entry.tensors(leaves)
         return entry.run(tensors)
+
+    def _step_aside(self, why: str) -> None:
+        if why not in self.told:
+            self.told.add(why)
+            warnings.warn(f"fxckpt: {why}, so the model runs as it is, without saving memory", stacklevel=4)
 
     def _find(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Entry | None, list[Any]]:
         """What runs this call, planned now if need be, with the flat inputs; no entry if the model runs in regions."""
@@ -212,7 +226,8 @@ class Planner:
         with self.lock:
             outcome = self.outcomes.get(call.key)
             if outcome is None:
-                outcome = self._plan(model, args, kwargs, call)
+                with without_collection():
+                    outcome = self._plan(model, args, kwargs, call)
                 self.outcomes[call.key] = outcome
                 while len(self.outcomes) > self.settings.max_signatures:
                     self.outcomes.popitem(last=False)
@@ -296,7 +311,7 @@ class Planner:
 
         regions = Regions(make, read_call, goal, self.settings.leave, self.settings.regions)
         with unchanged(model):
-            _try_out(regions, model, args, kwargs)
+            _try_out(regions, model, args, kwargs, error)
         if not regions.uses:
             raise error
         held = ModuleState.collect(model)
@@ -337,15 +352,24 @@ class Planner:
         return RegionUse(path, options, thin(len(options.search.plans)), 0, build)
 
 
-def _try_out(regions: Regions, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _try_out(
+    regions: Regions, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], why: CaptureError
+) -> None:
     """Run forward once to meet its regions, without user hooks: they fire when the model is really called."""
     try:
         with silent_hooks(model):
             regions.try_out(model, args, kwargs)
-    except Exception:
-        if not any(has_hooks(module) for module in model.modules()):
-            raise
-        regions.try_out(model, args, kwargs)  # forward cannot do without what a hook does
+    except FxckptError:
+        raise
+    except Exception as error:
+        if any(has_hooks(module) for module in model.modules()):
+            regions.try_out(model, args, kwargs)  # forward cannot do without what a hook does
+            return
+        model.forward(*args, **kwargs)  # if that fails too, it is not for the regions
+        raise CaptureError(
+            f"{why}; nor does it run in regions: {type(error).__name__}: {error}",
+            module=why.module, reason=why.reason, source=why.source,
+        ) from error  # fmt: skip
 
 
 def _report(name: str, captured: Captured, decision: Decision) -> Report:

@@ -139,21 +139,21 @@ class Regions:
 
     def lookup(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RegionUse | None:
         """The planned region for this call, None if the module stays Python."""
-        call = self.key(module, args, kwargs)
-        key = (path, call.structure)  # with or without gradients from before, a region keeps its plan
-        use = self.uses.get(key)
-        if use is None:
-            try:
+        try:
+            call = self.key(module, args, kwargs)
+            key = (path, call.structure)  # with or without gradients from before, a region keeps its plan
+            use = self.uses.get(key)
+            if use is None:
                 use = self.make(path, module, args, kwargs, call)
-            except CaptureError as error:
-                if error.reason in ("nothing requires grad", "too small"):
-                    self.plain.add(path)
-                else:
-                    self.left[path] = LeftOut(path, error.reason, error.source)
-                return None
-            self._choose(use)
-            use.settle()
-            self.uses[key] = use
+                self._choose(use)
+                use.settle()
+                self.uses[key] = use
+        except CaptureError as error:
+            if error.reason in ("nothing requires grad", "too small"):
+                self.plain.add(path)
+            else:
+                self.left[path] = LeftOut(path, error.reason, error.source)
+            return None
         if self.ledger is not None:
             self.order.append(key)
             self.ledger.mark()
@@ -230,6 +230,9 @@ class _Run:
         for child in module.children():
             path = self.paths.get(id(child), "")
             if id(child) in self.patched or not path:
+                continue
+            if isinstance(child, torch.jit.ScriptModule):
+                self.regions.left[path] = LeftOut(path, "TorchScript runs no Python", "")
                 continue
             status = self.regions.status(path)
             if status == "try" and type(child).forward is not nn.Module.forward:

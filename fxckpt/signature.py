@@ -9,6 +9,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from fxckpt.errors import CaptureError
 from fxckpt.state import INTERNAL, SIMPLE
 
 __all__ = ["Call", "autocast_state", "describe", "read_call"]
@@ -40,12 +41,17 @@ def read_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         model: the model about to run.
         args: positional inputs.
         kwargs: keyword inputs.
+
+    Raises:
+        CaptureError: an input is of a kind that no graph takes.
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     first: dict[int, int] = {}
     parts: list[Any] = [spec]
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
+            if leaf.is_nested:
+                raise CaptureError("an input is a nested tensor", reason="nested tensor")
             parts.append((first.setdefault(id(leaf), index), describe(leaf)))
         else:
             parts.append(_plain(leaf))

@@ -26,6 +26,11 @@ _TRIED = (
     "_to_copy", "clone", "nll_loss", "reflection_pad", "replication_pad", "constant_pad", "gather", "index_select",
     "_fused_rms_norm", "_cdist", "linalg_vector_norm", "native_dropout", "norm", "amax", "logsumexp",
 )  # fmt: skip
+# On CPU these write straight to their result, and make a copy only of an input that is not contiguous.
+_PLAIN = frozenset({
+    "embedding", "embedding_dense_backward", "nll_loss_forward", "nll_loss_backward", "_log_softmax",
+    "_log_softmax_backward_data", "_softmax", "_softmax_backward_data",
+})  # fmt: skip
 _BLAS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default})
 _known: dict[Hashable, int] = {}
 _timed: dict[Hashable, float] = {}
@@ -61,9 +66,13 @@ def _may_need_scratch(node: fx.Node) -> bool:
         return False
     if node.target.namespace != "aten" or not node.target._overloadpacket.__name__.startswith(_TRIED):
         return False
-    kinds = {value.dtype for value in _tensors(node)}
-    if node.target in _BLAS and kinds <= {torch.float32, torch.float64} and _tensors(node)[0].device.type == "cpu":
-        return False  # BLAS brings its own buffers, past torch's allocator
+    tensors = _tensors(node)
+    kinds = {value.dtype for value in tensors}
+    if all(value.device.type == "cpu" for value in tensors):
+        if node.target in _BLAS and kinds <= {torch.float32, torch.float64}:
+            return False  # BLAS brings its own buffers, past torch's allocator
+        if node.target._overloadpacket.__name__ in _PLAIN and all(value.is_contiguous() for value in tensors):
+            return False
     return not (torch.Tag.pointwise in node.target.tags and len(kinds) == 1)
 
 

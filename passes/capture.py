@@ -12,19 +12,18 @@ import random
 import sys
 import threading
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxckpt import _torch
 from fxckpt.errors import CaptureError, FxckptError
 from fxckpt.joint import Edge, GradRecord, RegionInput, Trace
 from fxckpt.objects import Watch
+from fxckpt.refuse import Refuse, Refused, refuse_seeding
 from fxckpt.state import INTERNAL, SIMPLE, ModuleState, contains_tensor, find_tensors, has_hooks
 
 __all__ = ["capture"]
@@ -45,6 +44,8 @@ def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         CaptureError: the Python code of the module cannot be followed; names module, line and construct.
     """
     for path, child in module.named_modules():
+        if isinstance(child, torch.jit.ScriptModule):
+            raise CaptureError(f"module {path!r} is TorchScript", module=path, reason="TorchScript runs no Python")
         if path and has_hooks(child):
             raise CaptureError(f"module {path!r} carries hooks", module=path, reason="hooks on a submodule")
     state = ModuleState.collect(module)
@@ -95,6 +96,7 @@ class _Tracing:
                 self.argument_slot[index] = known[id(leaf)]
 
     def run(self) -> Trace:
+        self.casts_are_cached = torch.is_autocast_cache_enabled()
         states = _host_random_state()
         rng = torch.get_rng_state()
         mode = _torch.FakeMode(allow_non_fake_inputs=True)
@@ -102,7 +104,7 @@ class _Tracing:
         watch = Watch(self._shared_objects())
         try:
             with mode, _torch.quiet_fakes():
-                graph_module = make_fx(self.joint)(*fakes)
+                graph_module = _torch.traced(self.joint, fakes)
         except FxckptError:
             raise
         except Exception as error:
@@ -112,6 +114,7 @@ class _Tracing:
                 handle.remove()
             self.record_of.clear()
             moved = _host_random_state() != states
+            seeded = not torch.equal(torch.get_rng_state(), rng)
             _restore_host_random_state(states)
             torch.set_rng_state(rng)
             torch.clear_autocast_cache()
@@ -119,13 +122,14 @@ class _Tracing:
             watch.restore()
         if changed:
             raise CaptureError(f"forward changes {changed}", reason=f"forward changes {changed}")
+        if seeded:
+            raise CaptureError("forward sets the state of torch's generator", reason="torch's generator is set")
         if moved:
             raise CaptureError(
                 "forward draws from Python's or NumPy's random generator", reason="Python or NumPy random numbers"
             )
         self._check_assigned()
         nodes = {node.name: node for node in graph_module.graph.nodes}
-        assert isinstance(graph_module, fx.GraphModule)
         return Trace(
             graph_module=graph_module, inputs=self.inputs, assigned=self.assigned, forward_tag=self.forward_tag,
             backward_tag=self.backward_tag, edges=self.edges, places=self.places.by_name, records=self.records,
@@ -184,10 +188,10 @@ class _Tracing:
         self.leaf_index = {id(fake): index for index, fake in enumerate(fakes) if fake.requires_grad}
         held = list(fakes[: len(self.state.tensors)])
         cached = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu"))
+        torch.set_autocast_cache_enabled(self.casts_are_cached)  # make_fx switches it off
         swapped, plainly = self.state.swapped(held, self.assigned), _torch.without_inner_checkpoints()
         try:
-            with swapped, self.places, _Refuse(), plainly, _EdgeRecorder(self):
+            with swapped, self.places, Refuse(), refuse_seeding(), plainly, _EdgeRecorder(self):
                 output = self.module.forward(*args, **kwargs)
                 self._check_containers(args, kwargs, leaves)
         finally:
@@ -308,26 +312,6 @@ class _EdgeRecorder(TorchDispatchMode):
         return result
 
 
-class _Refuse(TorchFunctionMode):
-    """Stops the trace at calls whose effect would be lost."""
-
-    refused: ClassVar[dict[Any, str]] = {
-        torch.Tensor.register_hook: "a hook on a tensor is registered in forward",
-        torch.Tensor.register_post_accumulate_grad_hook: "a hook on a tensor is registered in forward",
-        torch.Tensor.retain_grad: "retain_grad() is called in forward",
-        torch.Tensor.backward: "backward() is called in forward",
-    }
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self.refused:
-            raise _Refused(self.refused[func])
-        return func(*args, **(kwargs or {}))
-
-
-class _Refused(Exception):
-    pass
-
-
 class _Places:
     """Which module and which line of user code is running."""
 
@@ -377,7 +361,7 @@ class _Places:
                 source = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
             trace = trace.tb_next
         reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
-        reason = f"{type(error).__name__}: {reason}" if not isinstance(error, _Refused) else reason
+        reason = f"{type(error).__name__}: {reason}" if not isinstance(error, Refused) else reason
         path = self.stack[-1]
         where = f"module {path!r}" if path else "the model"
         return CaptureError(f"cannot capture {where}, {source}: {reason}", module=path, reason=reason, source=source)

@@ -110,6 +110,8 @@ class _Assembly:
         for node in self.second.graph.nodes:
             if node.op != "call_function" or node in self.tangent_old or node not in live:
                 continue
+            if getattr(node.target, "namespace", "") == "profiler":
+                continue  # record_function marks a span of Python code, which is not there any more
             origin = self.second.origin.get(node.name)
             name = "" if origin is None else origin.name
             if any(source in depends for source in node.all_input_nodes):

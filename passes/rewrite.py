@@ -136,7 +136,7 @@ class _Emitter:
     def _finish(self, results: Any, segment: SegmentProgram) -> fx.GraphModule:
         self.out.output(results)
         self.out.lint()
-        return fx.GraphModule(torch.nn.Module(), self.out, class_name=_identifier(segment.name) or "segment")
+        return _torch.lazy_graph_module(torch.nn.Module(), self.out, _identifier(segment.name) or "segment")
 
     def _name(self, value: int) -> str:
         return self.graph.nodes[value].name
@@ -154,6 +154,10 @@ class _Emitter:
         new = self.out.node_copy(node, lambda source: None if source in statistics else self.env[self.index[source]])
         if step.inplace:
             new.target = inplace_form(node)
+        elif node.target is aten.view.default and self.graph.nodes[step.value].phase == "backward":
+            # Autograd reshapes gradients: a loss may send one with other strides than the trace had, which a view
+            # cannot take.
+            new.target = aten.reshape.default
         elif step.op == "replay":
             new.args = (device_of(node), self.states[step.value], *new.args)
             if node.target is bernoulli_like:

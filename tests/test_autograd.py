@@ -107,6 +107,31 @@ def test_gradient_of_an_output_that_another_output_comes_from(way: str) -> None:
     _check(steps, way)
 
 
+class _WithLoss(nn.Module):
+    """Returns its loss and the logits that it computes the loss from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 6))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.layers(x)
+        return {"loss": nn.functional.cross_entropy(logits, torch.arange(len(x))), "logits": logits}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradient_of_the_logits_before_the_loss(way: str) -> None:
+    found = []
+    for planned in (False, True):
+        harness.seed_all()
+        model, x = _WithLoss(), torch.randn(5, 4)
+        if planned:
+            model = STRATEGIES[way](model, (x,), {})
+        output = model(x)
+        found.append(torch.autograd.grad(output["loss"], [output["logits"], *model.parameters()]))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_backward_with_inputs_touches_only_them(way: str) -> None:
     def steps(model: nn.Module, x: torch.Tensor) -> Any:

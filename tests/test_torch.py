@@ -93,7 +93,7 @@ def test_function_transforms_are_noticed() -> None:
     seen = []
 
     def probe(x: Tensor) -> Tensor:
-        seen.append(_torch.functorch_active())
+        seen.append(_torch.transform_active())
         return x.sum()
 
     torch.vmap(probe)(torch.ones(2, 2))
@@ -211,6 +211,17 @@ def test_allocations_in_order() -> None:
 def test_every_name_is_listed() -> None:
     own = {name for name, value in vars(_torch).items() if getattr(value, "__module__", "") == _torch.__name__}
     assert {name for name in own if not name.startswith("_")} <= set(_torch.__all__)
+
+
+def test_traced_and_lazy_graph_modules_make_their_code_on_demand() -> None:
+    module = _torch.traced(lambda x: (x * 2).relu(), [torch.randn(3)])
+    assert [node.target for node in module.graph.nodes][1:3] == [torch.ops.aten.mul.Tensor, torch.ops.aten.relu.default]
+    x = torch.randn(3)
+    assert torch.equal(module(x), (x * 2).relu())
+    lazy = _torch.lazy_graph_module(torch.nn.Module(), module.graph, "named")
+    assert isinstance(lazy, torch.fx.GraphModule)
+    assert torch.equal(lazy(x), (x * 2).relu())
+    assert "relu" in lazy.code
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
