@@ -48,6 +48,7 @@ class Ledger(TorchDispatchMode):
         self.paused = False
         self.marks: list[tuple[int, int, int]] = []
         self.freed: list[int] = []
+        self.watches: list[weakref.finalize[..., Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator and enter what it reads and makes."""
@@ -63,7 +64,7 @@ class Ledger(TorchDispatchMode):
             self.known.add(key)
             self.live += size * counted
             self.largest = max(self.largest, size * counted)
-            weakref.finalize(storage, self._gone, key, size * counted).atexit = False
+            self.watches.append(weakref.finalize(storage, self._gone, key, size * counted))
         self.peak = max(self.peak, self.live)
 
     def _new(self, value: Any) -> Iterator[tuple[int, int, Any]]:
@@ -97,12 +98,14 @@ class Ledger(TorchDispatchMode):
         self.freed.append(0)
         for key, size, storage in self._new(output):
             self.known.add(key)
-            weakref.finalize(storage, self._let_go, place, key, size).atexit = False
+            self.watches.append(weakref.finalize(storage, self._let_go, place, key, size))
 
     def _let_go(self, place: int, key: int, size: int) -> None:
         self.known.discard(key)
         self.freed[place] += size
 
-    def stretches(self) -> list[Stretch]:
-        """One for each mark."""
+    def close(self) -> list[Stretch]:
+        """One stretch for each mark; what is still there is watched no longer."""
+        for watch in self.watches:
+            watch.detach()
         return [Stretch(*mark, freed) for mark, freed in zip(self.marks, [0, *self.freed], strict=False)]

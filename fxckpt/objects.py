@@ -33,6 +33,8 @@ class Watch:
             if id(value) in known or isinstance(value, (*SIMPLE, *_CODE, Tensor, nn.Module)):
                 continue
             known.add(id(value))
+            if isinstance(value, (dict, list, tuple, set)) and len(value) > MAX_OBJECTS:
+                continue
             for part in (value, getattr(value, "__dict__", None)):
                 for kind in (dict, list, set):
                     if isinstance(part, kind):

@@ -30,7 +30,7 @@ from fxckpt.report import Report, build_report
 from fxckpt.report_regions import RegionsReport
 from fxckpt.runtime import RegionCall
 from fxckpt.signature import Call, read_call
-from fxckpt.state import ModuleState, has_hooks, silent_hooks, storage_bytes, unchanged
+from fxckpt.state import PURE_HOOKS, ModuleState, has_hooks, silent_hooks, storage_bytes, unchanged
 from fxckpt.template import Template
 from fxckpt.workspace import measure_seconds
 
@@ -331,6 +331,9 @@ class Planner:
         self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call,
         given: dict[str, Plan],
     ) -> RegionUse:  # fmt: skip
+        if any(has_hooks(child, PURE_HOOKS[:1]) for child in module.modules() if child is not module):
+            # A hook of a library may be idle now and active in a later call, for reasons that lie outside the region.
+            raise CaptureError(f"a module in {path!r} carries hooks", module=path, reason="hooks on a submodule")
         captured, state = self._captured(module, args, kwargs, call)
         graph = build_graph(
             captured, self.settings.device, fresh_gradients=not call.has_gradients, seconds=self._seconds(captured)

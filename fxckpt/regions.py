@@ -124,12 +124,10 @@ class Regions:
         ledger = self.ledger = Ledger()
         try:
             with ledger:
-                output = self.run(model, args, kwargs)
+                output = self.run(model, args, kwargs)  # noqa: F841  held to the end, as a caller would
+            ledger.mark()
         finally:
-            self.ledger = None
-        ledger.mark()
-        self.stretches = ledger.stretches()
-        del output
+            self.ledger, self.stretches = None, ledger.close()
 
     def status(self, path: str) -> str:
         """``"leave"``, ``"descend"`` or ``"try"``."""

@@ -198,9 +198,9 @@ class Replay(Protocol):
 
 def _differentiable(ctx: Any, tangents: list[Tensor | None]) -> list[Tensor | None]:
     """Backward under ``create_graph=True``: the region's forward is run again under autograd and differentiated."""
+    ctx.saved_tensors  # noqa: B018  raises if the graph has been freed, as in eager
     if ctx.call is None:
         raise RuntimeError("this graph was called without a RegionCall, which a double backward needs")
-    ctx.saved_tensors  # noqa: B018  raises if the graph has been freed, as in eager
     return ctx.call.gradients(ctx.segment.index, ctx.segment.tangent_outputs, tangents)  # type: ignore[no-any-return]
 
 

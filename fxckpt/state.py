@@ -14,6 +14,7 @@ from fxckpt.errors import CaptureError
 from fxckpt.snapshot import RandomState
 
 __all__ = [
+    "PURE_HOOKS",
     "HeldTensor",
     "ModuleState",
     "contains_tensor",
@@ -137,9 +138,9 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         random_state.restore()
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether calling ``module`` runs user hooks; those in ``PURE_HOOKS`` can be traced."""
-    return any(_is_users(hook) for table in _hook_tables(module) for hook in table.values())
+def has_hooks(module: nn.Module, pure: tuple[str, ...] = PURE_HOOKS) -> bool:
+    """Whether calling ``module`` runs hooks other than those from the modules ``pure``, which can be traced."""
+    return any(_is_users(hook, pure) for table in _hook_tables(module) for hook in table.values())
 
 
 @contextlib.contextmanager
@@ -160,8 +161,8 @@ def _hook_tables(module: nn.Module) -> tuple[dict[int, Any], ...]:
     return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
 
 
-def _is_users(hook: Any) -> bool:
-    return not str(getattr(hook, "__module__", "")).startswith(PURE_HOOKS)
+def _is_users(hook: Any, pure: tuple[str, ...] = PURE_HOOKS) -> bool:
+    return not str(getattr(hook, "__module__", "")).startswith(pure)
 
 
 def _no_hook(*args: Any, **kwargs: Any) -> None:

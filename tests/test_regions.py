@@ -378,3 +378,19 @@ def test_what_the_python_in_between_holds_is_predicted(strategy: str) -> None:
     assert found.equal
     assert found.planned_peak is not None
     assert found.planned_peak.total_bytes == pytest.approx(_report(planned).peak_bytes, rel=0.05)
+
+
+def test_a_hook_of_a_library_that_sleeps_while_planning_still_fires_later() -> None:
+    found: list[Tensor] | None = None
+
+    def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+        if found is not None:
+            found.append(output)
+
+    hook.__module__ = "transformers.utils.output_capturing"
+    model, x = _net()
+    model.stem.up.register_forward_hook(hook)
+    planned = auto_checkpoint(model, x, strategy="none")
+    found = []
+    planned(x)
+    assert len(found) == 1
