@@ -25,6 +25,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode as _get_proxy_mode
 from torch.fx.experimental.proxy_tensor import get_proxy_slot, make_fx
 from torch.fx.graph import CodeGen
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "BoxedCodeGen",
@@ -42,6 +43,7 @@ __all__ = [
     "lazy_graph_module",
     "proxy_node",
     "quiet_fakes",
+    "real_tensors",
     "sequence_number",
     "storage_key",
     "traced",
@@ -220,6 +222,11 @@ class FakeMode(FakeTensorMode):
             with self:
                 return torch.empty_strided(sizes, strides, dtype=left.dtype, device=left.device)
         return super().dispatch(func, types, args, kwargs)
+
+
+def real_tensors() -> Any:
+    """Context without the dispatch modes of a trace in progress: operators run, on real tensors."""
+    return _disable_current_modes()
 
 
 @contextlib.contextmanager
