@@ -205,7 +205,8 @@ class FakeMode(FakeTensorMode):
     """Fake tensors, with what torch's own fake kernels leave out.
 
     Grouped matrix products (mixtures of experts) run in every floating type, but their fake kernel takes half types
-    only. Rows of the result are padded to 16 bytes.
+    only. Rows of the result are padded to 16 bytes. Of an LSTM layer on CPU the fake kernel says that it hands nothing
+    to its backward; how much it is, only the real one knows.
     """
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -221,7 +222,28 @@ class FakeMode(FakeTensorMode):
             strides = [sizes[-2] * row, row, 1][-len(sizes) :]
             with self:
                 return torch.empty_strided(sizes, strides, dtype=left.dtype, device=left.device)
-        return super().dispatch(func, types, args, kwargs)
+        result = super().dispatch(func, types, args, kwargs)
+        if func is torch.ops.aten.mkldnn_rnn_layer.default and args[-1]:
+            size = _lstm_workspace(args)
+            with self:
+                return *result[:3], torch.empty(size, dtype=torch.uint8)
+        if func is torch.ops.aten.mkldnn_rnn_layer_backward.default:
+            with self:  # one tensor is the gradient of both biases, of which the engine makes two
+                return *result[:4], torch.empty_like(result[3]), *result[5:]
+        return result
+
+
+_LSTM_WORKSPACES: dict[str, int] = {}
+
+
+def _lstm_workspace(args: tuple[Any, ...]) -> int:
+    """Bytes that an LSTM layer keeps for its backward, by a run on zeros."""
+    key = repr([(tuple(a.shape), a.dtype) if isinstance(a, Tensor) else a for a in args])
+    if key not in _LSTM_WORKSPACES:
+        zeros = [torch.zeros(a.shape, dtype=a.dtype) if isinstance(a, Tensor) else a for a in args]
+        with torch.enable_grad():  # the kernel asks for the mode
+            _LSTM_WORKSPACES[key] = torch.ops.aten.mkldnn_rnn_layer.default(*zeros)[3].nbytes
+    return _LSTM_WORKSPACES[key]
 
 
 def real_tensors() -> Any:

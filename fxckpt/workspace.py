@@ -18,13 +18,14 @@ __all__ = ["measure_seconds", "measure_workspaces"]
 LIMIT_BYTES = 4 * 2**30  # an operator with larger inputs is not tried
 MARK_BYTES = 7_777  # size of the allocation that separates two operators in the allocator's record
 
-# Operators that zeros cannot harm; others (a fused LSTM given a made-up workspace) may crash the process.
+# Operators that zeros cannot harm; others (a fused LSTM on CUDA given a made-up workspace) may crash the process.
 _TRIED = (
     "convolution", "mm", "addmm", "bmm", "baddbmm", "native_batch_norm", "native_layer_norm", "native_group_norm",
     "_softmax", "_log_softmax", "_scaled_dot_product", "sum", "mean", "var", "cat", "upsample", "_upsample",
     "max_pool", "avg_pool", "adaptive", "_adaptive", "embedding", "cumsum", "sort", "topk", "add", "mul", "div", "sub",
     "_to_copy", "clone", "nll_loss", "reflection_pad", "replication_pad", "constant_pad", "gather", "index_select",
     "_fused_rms_norm", "_cdist", "linalg_vector_norm", "native_dropout", "norm", "amax", "logsumexp",
+    "mkldnn_rnn_layer",
 )  # fmt: skip
 # On CPU these write straight to their result, and make a copy only of an input that is not contiguous.
 _PLAIN = frozenset({
@@ -119,12 +120,24 @@ def _run(node: fx.Node, mark: Callable[[], None]) -> None:
 
     try:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), real)
-        mark()
-        result = node.target(*args, **kwargs)  # type: ignore[operator]
-        mark()
+        with torch.set_grad_enabled("rnn" in str(node.target)):  # these kernels ask for the mode
+            if node.target is torch.ops.aten.mkldnn_rnn_layer_backward.default:
+                args = _after_forward(args)
+            mark()
+            result = node.target(*args, **kwargs)  # type: ignore[operator]
+            mark()
         del result
     except Exception:  # an operator that zeros do not suit
         return
+
+
+def _after_forward(args: Any) -> tuple[Any, ...]:
+    """Arguments for the backward of an LSTM layer with what its forward makes: a made-up workspace would crash it."""
+    reverse, mode, size, layers, biases, train, both, batch_sizes, batch_first = args[13:22]
+    result = torch.ops.aten.mkldnn_rnn_layer.default(
+        *args[:7], reverse, batch_sizes, mode, size, layers, biases, both, batch_first, train
+    )
+    return (*args[:7], *result[:3], *args[10:22], result[3])
 
 
 def _cpu(nodes: list[fx.Node]) -> list[int]:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fxckpt import auto_checkpoint, get_plan, make_plan
-from fxckpt.measure import measure_peak
+from fxckpt.measure import default_loss, measure_peak
 from tests import harness, models
 from tests.planning import STRATEGIES, smallest_peak
 
@@ -141,6 +141,19 @@ def test_copies_of_buffers_that_forward_reads_and_writes_count() -> None:
         planned(x).backward()
 
     model, x = Queue(), torch.ones(8, 64)
+    planned = auto_checkpoint(model, x, strategy="none")
+    step()
+    model.zero_grad()
+    measured = measure_peak(step, held=(model, x)).total_bytes
+    assert abs(get_plan(planned).peak_bytes - measured) < 100
+
+
+def test_what_an_lstm_hands_to_its_backward_counts() -> None:
+    def step() -> None:
+        output = planned(x)[0]
+        default_loss(output).backward()
+
+    model, x = nn.LSTM(16, 32, bidirectional=True, batch_first=True), torch.randn(8, 20, 16)
     planned = auto_checkpoint(model, x, strategy="none")
     step()
     model.zero_grad()
