@@ -17,45 +17,20 @@ alive at a cut, of parameters and of what crosses it, depend on the cut alone an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from fxckpt.chain_costs import ChainCosts, chain_costs
 from fxckpt.plan import Chain, Frontier, Graph, MenuPoint, Plan, Segment
 
 __all__ = ["dp"]
 
-Floats = Any  # arrays: numpy's types are not checked, see pyproject.toml
-Ints = Any
 
+STEPS = 100  # at most so many plans below the last one of the recurrence
 GOLDEN = 0.6180339887498949
-
-
-class _Costs(NamedTuple):
-    """What the recurrence needs to know of the chain; bytes, and indexed by cuts.
-
-    Attributes:
-        seconds: time of forward up to a cut.
-        boundary: ``boundary[a, p]`` are the storages of ``X(p)`` that are not in ``X(a)``.
-        pinned: what cannot be recomputed, created before a cut.
-        forward: ``forward[a, j]`` is the highest memory beyond ``X(a)`` while forward, started at ``a``, runs stage
-            ``j`` and keeps nothing.
-        gradients: alive when the backward of all later stages is done; 0 at the end in forward.
-        tangents: gradients that come from outside.
-        piled: ``piled[b, p]`` are gradients that a segment ending at cut ``b`` holds when it has come back to cut
-            ``p``, although nothing reads them any more: those it was given, and those it will return when it is done.
-        results: results of the region created before a cut.
-    """
-
-    seconds: Floats
-    boundary: Ints
-    pinned: Ints
-    forward: Ints
-    gradients: Ints
-    tangents: int
-    piled: Ints
-    results: Ints
 
 
 class _Move(NamedTuple):
@@ -77,7 +52,7 @@ def dp(graph: Graph, chain: Chain, menus: Sequence[Sequence[MenuPoint]], slots: 
 
     Assumes that a stage's backward reads nothing of earlier stages that does not cross its first cut.
     """
-    costs = _costs(graph, chain)
+    costs = chain_costs(graph, chain)
     count = len(chain.stages)
     solver = _Solver(costs, menus, slots or max(200, min(600, 60_000 // max(count, 1))))
     widest = tuple(_Move(a, a + 1, 0, ()) for a in range(count))
@@ -86,6 +61,8 @@ def dp(graph: Graph, chain: Chain, menus: Sequence[Sequence[MenuPoint]], slots: 
     least = min(solver.peak(move, count) for move in moves)
     if least * 3 < top:
         moves.update(dict.fromkeys(solver.solve(least * 2)))
+    smallest = min(moves, key=lambda move: (solver.peak(move, count), solver.price(move, count)))
+    moves.update(dict.fromkeys(solver.descend(smallest)))
     ranked = ((max(solver.price(move, count), 0.0), solver.peak(move, count)) for move in moves)
     rows = sorted((price, peak, index) for index, (price, peak) in enumerate(ranked))
     plans: list[Plan] = []
@@ -113,149 +90,6 @@ def _segments(
     return tuple(found)
 
 
-def _costs(graph: Graph, chain: Chain) -> _Costs:
-    cuts = [0, *(stage.stop for stage in chain.stages)]
-    count, size = len(cuts), len(graph.forward)
-    cut_of: Any = np.searchsorted(np.array(cuts), np.arange(size), side="right")  # first cut behind a position
-    held = {storage for value in graph.outputs for storage in graph.nodes[value].storages}
-    runs = _runs(graph)
-    birth: dict[int, int] = {}
-    last: dict[int, int] = {}
-    for position, value in enumerate(graph.forward):
-        for storage in graph.nodes[value].allocates:
-            birth[storage] = last[storage] = position
-        if value in runs:
-            for read in graph.nodes[value].inputs:
-                for storage in graph.nodes[read].storages:
-                    last[storage] = position
-    crossing: Any = np.zeros((count + 1, count), dtype=np.int64)
-    results: Any = np.zeros(count, dtype=np.int64)
-    pinned: Any = np.zeros(count, dtype=np.int64)
-    for storage, position in birth.items():
-        kind = results if storage in held else pinned
-        if storage in held or not graph.nodes[graph.forward[position]].recomputable:
-            kind[cut_of[position] :] += graph.storage_bytes[storage]
-    for cut, stage in enumerate(chain.stages, start=1):
-        for storage in stage.boundary:
-            if storage not in held:
-                crossing[cut_of[birth[storage]], cut] += graph.storage_bytes[storage]
-    boundary = np.cumsum(crossing[::-1], axis=0)[::-1][1:]  # born behind cut a, crossing cut p
-    forward = _forward_peaks(graph, cuts, birth, last, held, runs)
-    seconds: Any = np.zeros(count)
-    for position, value in enumerate(graph.forward):
-        if value in runs:
-            seconds[cut_of[position]] += graph.nodes[value].seconds
-    gradients, tangents, piled = _gradients(graph, cuts)
-    return _Costs(np.cumsum(seconds), boundary, pinned, forward, gradients, tangents, piled, results)
-
-
-def _runs(graph: Graph) -> set[int]:
-    """Forward nodes that outputs and mutations need."""
-    seen: set[int] = set()
-    stack = [*graph.outputs, *graph.required]
-    while stack:
-        value = stack.pop()
-        if value not in seen:
-            seen.add(value)
-            stack += graph.nodes[value].inputs
-    return seen
-
-
-def _forward_peaks(
-    graph: Graph, cuts: Sequence[int], birth: dict[int, int], last: dict[int, int], held: set[int], runs: set[int]
-) -> Ints:
-    """``[a, j]``: highest memory beyond ``X(a)`` while stage ``j`` runs in a forward that began at ``a``."""
-    size = len(graph.forward)
-    change: Any = np.zeros(size + 1, dtype=np.int64)
-    extra: Any = np.zeros(size, dtype=np.int64)
-    for position, value in enumerate(graph.forward):
-        node = graph.nodes[value]
-        if value not in runs:
-            continue
-        extra[position] = node.workspace_bytes
-        for storage in node.allocates:
-            if storage not in held:
-                change[position] += graph.storage_bytes[storage]
-                change[last[storage] + 1] -= graph.storage_bytes[storage]
-        first = graph.nodes[node.inputs[0]].storages if node.inplace and node.inputs else ()
-        if len(first) == 1 and first[0] in birth and last[first[0]] == position and first[0] not in held:
-            extra[position] -= graph.storage_bytes[first[0]]
-    live = np.cumsum(change)[:size] + extra
-    peaks: Any = np.zeros((len(cuts), len(cuts) - 1), dtype=np.int64)
-    for a, start in enumerate(cuts[:-1]):
-        # What crosses cut a is counted as resident already, for as long as forward needs it.
-        resident: Any = np.zeros(size + 1, dtype=np.int64)
-        for storage, born in birth.items():
-            if born < start <= last[storage] and storage not in held:
-                resident[start] += graph.storage_bytes[storage]
-                resident[last[storage] + 1] -= graph.storage_bytes[storage]
-        beyond = live - np.cumsum(resident)[:size]
-        for j in range(a, len(cuts) - 1):
-            peaks[a, j] = beyond[cuts[j] : cuts[j + 1]].max()
-    return peaks
-
-
-def _gradients(graph: Graph, cuts: Sequence[int]) -> tuple[Ints, int, Ints]:
-    """Gradients alive at each cut in backward, those from outside, and those that segments hold on to."""
-    places = np.array(cuts)
-    alive: dict[object, Any] = {}  # what holds a gradient: its bytes at each cut
-    piled: Any = np.zeros((len(cuts), len(cuts)), dtype=np.int64)
-    for slot, held in enumerate(_holders(graph)):
-        owner = graph.slots[slot].owner
-        if not held or owner < -1:
-            continue
-        # Consumed below the owner; a leaf's stays, or is added to the old one when its last part has come.
-        end = graph.grad_nodes[owner].position if owner >= 0 else -1 if graph.fresh_gradients else held[-1][0]
-        for (high, key, size), low in zip(held, [*(entry[0] for entry in held[1:]), end], strict=True):
-            there = (max(low, end) < places) & (places <= high)
-            alive[key] = np.maximum(alive.get(key, 0), size * there)
-            if owner >= 0:
-                piled[there] += size * (places <= end)
-        if owner < 0 and not graph.fresh_gradients:
-            piled[places > end] += held[-1][2] * (places <= end)
-    total: Any = sum(alive.values(), np.zeros(len(cuts), dtype=np.int64))
-    tangents = int(total[-1])
-    total[-1] = 0
-    piled[-1] = 0  # the whole is not a segment
-    return total, tangents, piled
-
-
-def _holders(graph: Graph) -> list[list[tuple[int, object, int]]]:
-    """For each slot ``(position, key, bytes)``: what holds its total at cuts from there down to the next entry.
-
-    The engine adds a further contribution in place, unless the memory is shared with another gradient.
-    """
-    found: list[list[tuple[int, object, int]]] = [[] for _ in graph.slots]
-    users: dict[object, set[int]] = {}
-
-    def hold(slot: int, place: int, key: object, size: int) -> None:
-        found[slot].append((place, key, size))
-        users.setdefault(key, set()).add(slot)
-
-    for slot, entry in enumerate(graph.slots):
-        if entry.tangent >= 0:
-            hold(slot, len(graph.forward), ("tangent", slot), entry.bytes)
-    for grad in graph.grad_nodes:
-        for slot, value in grad.contributes:
-            place, alone, size = grad.position, ("sum", slot), graph.slots[slot].bytes
-            if found[slot]:
-                last, key, _ = found[slot][-1]
-                if len(users[key]) > 1:
-                    users[key].discard(slot)
-                    hold(slot, min(place, last), alone, size)
-            elif value >= len(graph.nodes) and found[value - len(graph.nodes)]:
-                hold(slot, place, *found[value - len(graph.nodes)][-1][1:])
-            elif value < len(graph.nodes) and graph.nodes[value].storages:
-                storage = graph.nodes[value].storages[0]  # a view keeps all of the memory that it shows a part of
-                hold(slot, place, ("storage", storage), graph.storage_bytes[storage])
-            else:
-                hold(slot, place, alone, size)
-        for slot in grad.reads:
-            for _, key, _ in found[slot][-1:]:
-                users[key].discard(slot)
-    return found
-
-
 class _Solver:
     """The recurrence for one chain.
 
@@ -265,7 +99,7 @@ class _Solver:
         charges: units that a menu point takes until its backward, by stage and point.
     """
 
-    def __init__(self, costs: _Costs, menus: Sequence[Sequence[MenuPoint]], slots: int) -> None:
+    def __init__(self, costs: ChainCosts, menus: Sequence[Sequence[MenuPoint]], slots: int) -> None:
         self.costs, self.menus, self.slots = costs, menus, slots
         self.count, self.aim = len(menus), slots
         self.ends: Any = np.arange(self.count + 1)
@@ -387,15 +221,65 @@ class _Solver:
         for move in moves:
             a, stop = move.start, move.stop
             if move.inner:
-                kept = int(self.costs.pinned[stop] - self.costs.pinned[a])
                 inner = self.peak(move.inner, stop) + int(self.costs.piled[b, stop])
                 needs = max(inner, int(self._forward_needs(a, stop, b)))
             else:
-                point = self.menus[a][move.point]
-                needs, kept = int(self._needs(a, point, b)), point.kept_bytes
+                needs = int(self._needs(a, self.menus[a][move.point], b))
             highest = max(highest, stored + needs)
-            stored += kept + int(self.costs.boundary[a, stop])
+            stored += self._charge(move)
         return highest
+
+    def descend(self, moves: tuple[_Move, ...]) -> Iterator[tuple[_Move, ...]]:
+        """Plans with ever smaller peaks, each with one menu point changed.
+
+        The amounts of memory that the recurrence tells apart are rounded sums. Where another part of the plan stands in
+        the way of smaller amounts, the peak of the last plan may lie a few units above what they are good for.
+        """
+        known: dict[_Move, tuple[int, int, float]] = {}
+        for _ in range(STEPS):
+            lower = self._step_down(moves, known)
+            if lower is None:
+                return
+            moves = lower
+            yield moves
+
+    def _step_down(
+        self, moves: tuple[_Move, ...], known: dict[_Move, tuple[int, int, float]]
+    ) -> tuple[_Move, ...] | None:
+        """``moves`` with the one change that lowers the peak for the least time per byte; None if none does."""
+
+        def figures(move: _Move) -> tuple[int, int, float]:
+            if move not in known:
+                alone = (move,)
+                known[move] = self.peak(alone, self.count), self._charge(move), self.price(alone, self.count)
+            return known[move]
+
+        stored = list(itertools.accumulate((figures(move)[1] for move in moves), initial=0))
+        levels = [place + figures(move)[0] for place, move in zip(stored, moves, strict=False)]
+        before = list(itertools.accumulate(levels, max, initial=0))
+        behind = list(itertools.accumulate(reversed(levels), max, initial=0))[::-1]
+        found: list[tuple[float, int, _Move]] = []
+        for index, move in enumerate(moves[: levels.index(max(levels)) + 1]):
+            for point, entry in () if move.inner else enumerate(self.menus[move.start]):
+                if move.start + entry.stages == move.stop and point != move.point:
+                    other = move._replace(point=point)
+                    (_, charge, price), (needs, other_charge, other_price) = figures(move), figures(other)
+                    after = behind[index + 1] - (charge - other_charge)
+                    gain = before[-1] - max(before[index], stored[index] + needs, after)
+                    if gain > 0:
+                        found.append(((other_price - price) / gain, index, other))
+        if not found:
+            return None
+        _, index, other = min(found)
+        return (*moves[:index], other, *moves[index + 1 :])
+
+    def _charge(self, move: _Move) -> int:
+        """Bytes that a part of a plan holds on to while what comes behind it runs."""
+        if move.inner:
+            kept = int(self.costs.pinned[move.stop] - self.costs.pinned[move.start])
+        else:
+            kept = self.menus[move.start][move.point].kept_bytes
+        return kept + int(self.costs.boundary[move.start, move.stop])
 
     def price(self, moves: Sequence[_Move], b: int) -> float:
         """Extra seconds of a plan of stages up to ``b``."""

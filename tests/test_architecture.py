@@ -19,7 +19,19 @@ LEVELS = [
     {"errors", "units", "_version", "_torch"},
     {"clock", "plan", "joint", "tables", "device", "hull", "optimizer", "snapshot"},
     {"state"},
-    {"constants", "double", "explain", "functional", "ledger", "overwrite", "measure", "objects", "refuse", "runtime"}
+    {
+        "chain_costs",
+        "constants",
+        "double",
+        "explain",
+        "functional",
+        "ledger",
+        "overwrite",
+        "measure",
+        "objects",
+        "refuse",
+        "runtime",
+    }
     | {"signature", "template", "workspace"},
     {"guard", "report", "passes"},
     {"decide"},
@@ -35,7 +47,7 @@ LEVELS = [
 # `runtime` is what a rewritten graph calls, so that only the pass that emits such calls may know it.
 ONLY_REWRITE = {"runtime"}
 WITHOUT_TORCH = {
-    "errors", "units", "plan", "tables", "explain", "hull", "report", "clock", "decide", "overwrite",
+    "errors", "units", "plan", "tables", "explain", "hull", "chain_costs", "report", "clock", "decide", "overwrite",
     "passes.cuts", "passes.menu", "passes.dp", "passes.sqrtn", "passes.bound", "passes.schedule", "passes.simulate",
 }  # fmt: skip
 

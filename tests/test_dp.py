@@ -82,6 +82,13 @@ def test_peaks_fall_and_prices_rise(hidden: int, weight: int, fresh: bool) -> No
         assert (plan.strategy, plan.peak_bytes, plan.budget_bytes) == ("dp", 0, 0)
 
 
+@pytest.mark.parametrize("weight", [1, 2])
+def test_the_smallest_peak_hardly_depends_on_the_slots(weight: int) -> None:
+    graph = mlp(24, 2, 6, weight=weight)
+    coarse, fine = (replay(graph, solved(graph, slots=slots)[2].plans[-1]).peak_bytes for slots in (40, 10_000))
+    assert coarse <= 1.25 * fine  # without the descent 1.3 and more
+
+
 def test_the_first_plan_recomputes_nothing_and_the_last_needs_far_less() -> None:
     graph = mlp(32, 4, 4)
     _, _, frontier = solved(graph)
