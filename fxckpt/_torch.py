@@ -25,6 +25,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode as _get_proxy_mode
 from torch.fx.experimental.proxy_tensor import get_proxy_slot, make_fx
 from torch.fx.graph import CodeGen
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "BoxedCodeGen",
@@ -42,6 +43,7 @@ __all__ = [
     "lazy_graph_module",
     "proxy_node",
     "quiet_fakes",
+    "real_tensors",
     "sequence_number",
     "storage_key",
     "traced",
@@ -242,6 +244,11 @@ def _lstm_workspace(args: tuple[Any, ...]) -> int:
         with torch.enable_grad():  # the kernel asks for the mode
             _LSTM_WORKSPACES[key] = torch.ops.aten.mkldnn_rnn_layer.default(*zeros)[3].nbytes
     return _LSTM_WORKSPACES[key]
+
+
+def real_tensors() -> Any:
+    """Context without the dispatch modes of a trace in progress: operators run, on real tensors."""
+    return _disable_current_modes()
 
 
 @contextlib.contextmanager

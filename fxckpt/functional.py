@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor, fx
 from torch.func import functionalize
 
 from fxckpt import _torch
-from fxckpt.joint import Edge, Trace, inplace_form
+from fxckpt.joint import Edge, Trace, functional_form, inplace_form, is_alias
 
 __all__ = ["Functional", "run_functional"]
 
@@ -52,11 +53,83 @@ def run_functional(trace: Trace) -> Functional:
     Returns:
         The functional graph, and for every node, output and gradient of the trace the pure value that it had.
     """
+    writes = _plain_writes(trace)
+    if writes is not None:
+        return _as_it_is(trace, writes)
     functional = _Run(trace).result()
     for node in list(functional.graph.nodes):
         if node.target is torch.ops.aten.copy_.default:
             functional.writes.update(_update_in_place(functional, node) or [node])
     return functional
+
+
+def _plain_writes(trace: Trace) -> dict[fx.Node, Any] | None:
+    """In-place operators with their functional forms, if no other name for what they write to is read afterwards.
+
+    None as value marks an update of an input that nothing reads; it may stay as it is.
+
+    Returns:
+        None if there is a write that needs the full treatment.
+    """
+    named = {*trace.output_nodes, *(node for record in trace.records for _, node in record.contributions)}
+    named.update(node for record in trace.records for node in record.totals if node is not None)
+    found: dict[fx.Node, Any] = {}
+    for node in trace.graph_module.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if node.op != "call_function" or schema is None or not schema.is_mutable:
+            continue
+        target = node.args[0] if node.args else None
+        if not isinstance(target, fx.Node) or set(target.users) != {node} or target in named:
+            return None
+        if target.op == "placeholder":
+            if node.users or node in named:
+                return None
+            found[node] = None
+            continue
+        form = functional_form(node.target)
+        maker = target.args[0] if target.target is operator.getitem else target
+        if form is None or is_alias(form) or not isinstance(maker, fx.Node) or maker.op != "call_function":
+            return None
+        if is_alias(maker.target) and maker not in found:
+            return None
+        found[node] = form
+    return found
+
+
+def _as_it_is(trace: Trace, writes: dict[fx.Node, Any]) -> Functional:
+    """A trace whose only mutations are ``writes``: running it again would take as long as the trace took."""
+    graph = trace.graph_module.graph
+    nodes = {node.name: node for node in graph.nodes}
+    for node, form in writes.items():
+        if form is not None:
+            node.target = form
+            _give_storage(node.args[0])  # type: ignore[arg-type]  # the result keeps the one that later views share
+    gradients: dict[Question, fx.Node] = {}
+    for record in trace.records:
+        for place, total in enumerate(record.totals):
+            if total is not None:
+                gradients[record.index, "total", place] = total
+        for place, (_, part) in enumerate(record.contributions):
+            gradients[record.index, "part", place] = part
+    return Functional(
+        module=trace.graph_module, graph=graph, origin=dict(nodes), value={node: node for node in graph.nodes},
+        edges={nodes[argument]: edge for (_, argument), edge in trace.edges.items()},
+        outputs=list(trace.output_nodes), gradients=gradients,
+        writes={node for node, form in writes.items() if form is None},
+    )  # fmt: skip
+
+
+def _give_storage(node: fx.Node) -> None:
+    """Let the value that was written over, and the entry of a tuple that it is, be a tensor of its own."""
+    old = node.meta["val"]
+    with old.fake_mode:
+        new = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device=old.device)
+    node.meta["val"] = new
+    if node.target is operator.getitem:
+        source, place = node.args
+        values = list(source.meta["val"])  # type: ignore[union-attr]
+        values[place] = new  # type: ignore[index]
+        source.meta["val"] = tuple(values)  # type: ignore[union-attr]
 
 
 class _Run:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,10 +18,14 @@ __all__ = [
     "Trace",
     "bernoulli_like",
     "device_of",
+    "functional_form",
     "inplace_form",
+    "is_alias",
     "remembered",
     "sum_gradients",
 ]
+
+aten = torch.ops.aten
 
 Edge = tuple[int, int]
 """Identity of a differentiable value: (index of its autograd node in the trace, output number).
@@ -181,9 +186,30 @@ def inplace_form(node: fx.Node) -> Any:
         value.shape, value.stride(), value.dtype,
     ):  # fmt: skip
         return None
-    form = getattr(torch.ops.aten, packet.__name__ + "_", None)
+    form = getattr(aten, packet.__name__ + "_", None)
     overload = node.target._overloadname  # type: ignore[union-attr]
     return getattr(form, overload) if form is not None and overload in form.overloads() else None
+
+
+def is_alias(target: Any) -> bool:
+    """Whether the operator's result lies in the storage of an argument, by its schema."""
+    schema = getattr(target, "_schema", None)
+    named = target in (operator.getitem, aten._unsafe_view.default)
+    return named or (schema is not None and any(result.alias_info is not None for result in schema.returns))
+
+
+def functional_form(target: Any) -> Any:
+    """The functional form of an in-place operator that computes its new first input; None if there is none.
+
+    ``bernoulli_`` stands for another operator than its functional namesake, see :func:`bernoulli_like`.
+    """
+    if target is aten.bernoulli_.float:
+        return bernoulli_like
+    name = target._overloadpacket.__name__
+    form = getattr(aten, name[:-1], None) if target.namespace == "aten" and name.endswith("_") else None
+    return (
+        getattr(form, target._overloadname) if form is not None and target._overloadname in form.overloads() else None
+    )
 
 
 UPDATING_NORMS = frozenset(

@@ -7,6 +7,7 @@ the tracer notes, for every tensor that an operator reads, which autograd edge t
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import random
 import sys
@@ -20,6 +21,7 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxckpt import _torch
+from fxckpt.constants import RealConstants
 from fxckpt.errors import CaptureError, FxckptError
 from fxckpt.joint import Edge, GradRecord, RegionInput, Trace
 from fxckpt.objects import Watch
@@ -49,12 +51,22 @@ def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         if path and has_hooks(child):
             raise CaptureError(f"module {path!r} carries hooks", module=path, reason="hooks on a submodule")
     state = ModuleState.collect(module)
-    return _Tracing(module, state, args, kwargs).run()
+    for floats in (True, False):
+        constants = RealConstants(floats)
+        try:
+            return _Tracing(module, state, args, kwargs, constants).run()
+        except CaptureError:
+            if not constants.made:
+                raise
+        # Something was done to a constant that only a traced tensor can take: it is returned, or written to.
+    return _Tracing(module, state, args, kwargs, contextlib.nullcontext()).run()
 
 
 class _Tracing:
-    def __init__(self, module: nn.Module, state: ModuleState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.module, self.state = module, state
+    def __init__(
+        self, module: nn.Module, state: ModuleState, args: tuple[Any, ...], kwargs: dict[str, Any], constants: Any
+    ) -> None:
+        self.module, self.state, self.constants = module, state, constants
         self.leaves, self.spec = pytree.tree_flatten((args, kwargs))
         for leaf in self.leaves:
             if not isinstance(leaf, (Tensor, *SIMPLE)) and contains_tensor(leaf):
@@ -191,7 +203,7 @@ class _Tracing:
         torch.set_autocast_cache_enabled(self.casts_are_cached)  # make_fx switches it off
         swapped, plainly = self.state.swapped(held, self.assigned), _torch.without_inner_checkpoints()
         try:
-            with swapped, self.places, Refuse(), refuse_seeding(), plainly, _EdgeRecorder(self):
+            with swapped, self.places, Refuse(), refuse_seeding(), plainly, _EdgeRecorder(self), self.constants:
                 output = self.module.forward(*args, **kwargs)
                 self._check_containers(args, kwargs, leaves)
         finally:

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from fxckpt import _torch
 from fxckpt.device import Device, is_view, op_work
-from fxckpt.joint import UPDATING_NORMS, JointGraph, bernoulli_like, inplace_form, remembered
+from fxckpt.joint import UPDATING_NORMS, JointGraph, bernoulli_like, inplace_form, is_alias, remembered
 from fxckpt.plan import GradNode, Graph, Node, Slot
 
 __all__ = ["cost"]
@@ -140,7 +140,7 @@ class _Costs:
         phase = "forward" if node in self.forward else "backward"
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source_node: source_node.meta.get("val"))
         value = node.meta.get("val")
-        if new and phase == "backward" and _is_alias(node):
+        if new and phase == "backward" and is_alias(node.target):
             storages, new = tuple(storage for storage in storages if storage not in new), ()
         view = is_view(node.target) and not new
         flops, moved = (0, 0) if is_view(node.target) else op_work(node.target, args, kwargs, value)
@@ -222,13 +222,6 @@ class _Costs:
 def _op_name(target: Any) -> str:
     """Name of an operator or function, the same in every process: a plan is tied to its graph by such names."""
     return str(target) if _torch.is_operator(target) else str(target.__name__)
-
-
-def _is_alias(node: fx.Node) -> bool:
-    """Whether the result lies in the storage of an argument, by the operator's schema."""
-    schema = getattr(node.target, "_schema", None)
-    named = node.target in (operator.getitem, aten._unsafe_view.default)
-    return named or (schema is not None and any(result.alias_info is not None for result in schema.returns))
 
 
 def _is_random(node: fx.Node) -> bool:

@@ -19,7 +19,7 @@ LEVELS = [
     {"errors", "units", "_version", "_torch"},
     {"clock", "plan", "joint", "tables", "device", "hull", "optimizer", "snapshot"},
     {"state"},
-    {"double", "explain", "functional", "ledger", "overwrite", "measure", "objects", "refuse", "runtime"}
+    {"constants", "double", "explain", "functional", "ledger", "overwrite", "measure", "objects", "refuse", "runtime"}
     | {"signature", "template", "workspace"},
     {"guard", "report", "passes"},
     {"decide"},

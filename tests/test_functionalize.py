@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from fxckpt import functional
 from fxckpt.errors import CaptureError
 from fxckpt.functional import run_functional
 from fxckpt.joint import JointGraph, bernoulli_like, sum_gradients
@@ -71,6 +73,66 @@ def test_outputs_gradients_and_buffers_are_eagers_to_the_bit() -> None:
     assert gradients.keys() == {"linear.weight", "linear.bias"}
     for name, gradient in gradients.items():
         assert torch.equal(gradient, model.get_parameter(name).grad)
+
+
+class Plain(nn.Module):
+    """In-place operators of the plain sort: on fresh results that nothing else refers to, and on a counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.first(x))
+        h += x.sum()
+        h = nn.functional.dropout(nn.functional.relu(h, inplace=True), 0.3)
+        return self.last(h).mul_(2).view(-1)
+
+
+@pytest.mark.parametrize("thorough", [False, True])
+def test_plain_writes_need_no_second_run(monkeypatch: pytest.MonkeyPatch, thorough: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Plain(), torch.randn(5, 4)
+    trace = capture(model, (x,), {})
+    writes = functional._plain_writes(trace)
+    assert writes is not None
+    assert len(writes) == 6
+    assert [write.target for write, form in writes.items() if form is None] == [aten.add_.Tensor]
+    if thorough:
+        monkeypatch.setattr(functional, "_plain_writes", lambda trace: None)
+    joint = functionalize(trace)
+    assert [node.target for node in joint.writes] == [aten.add_.Tensor]
+    before = copy.deepcopy(model)
+    torch.manual_seed(1)
+    (found,), gradients = _run(joint, model, (x,), [torch.ones(10)])
+    torch.manual_seed(1)
+    output = before(x)
+    output.sum().backward()
+    assert torch.equal(found, output)
+    assert all(torch.equal(gradients[name], p.grad) for name, p in before.named_parameters())
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), before.buffers(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda h, x: h[0].mul_(2),  # on a view
+        lambda h, x: (h.detach(), h.mul_(2)),  # of which there is another name
+        lambda h, x: h.unsqueeze_(0),
+    ],
+)
+def test_other_writes_are_functionalized_thoroughly(write: Any) -> None:
+    class Writing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.linear(x)
+            write(h, x)
+            return h + x
+
+    assert functional._plain_writes(capture(Writing(), (torch.randn(3, 4),), {})) is None
 
 
 def test_only_updates_write_and_only_sums_add_up() -> None:
