@@ -222,7 +222,7 @@ class FakeMode(FakeTensorMode):
             strides = [sizes[-2] * row, row, 1][-len(sizes) :]
             with self:
                 return torch.empty_strided(sizes, strides, dtype=left.dtype, device=left.device)
-        result = super().dispatch(func, types, args, kwargs)
+        result: Any = super().dispatch(func, types, args, kwargs)
         if func is torch.ops.aten.mkldnn_rnn_layer.default and args[-1]:
             size = _lstm_workspace(args)
             with self:
