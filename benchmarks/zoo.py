@@ -159,12 +159,14 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.zoo", description=__doc__)
     parser.add_argument("patterns", nargs="*", default=["*"], help="like 'timm/*' or 'hf/gpt*'; all by default")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one model")
+    parser.add_argument("--resume", action="store_true", help="only models without a row in today's record")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)  # threads do not survive a fork
     load_libraries()
-    rows = []
+    rows: list[dict[str, Any]] = []
+    done = {row["model"] for row in _today()} if options.resume else set()
     for name in names():
-        if any(fnmatch.fnmatch(name, pattern) for pattern in options.patterns):
+        if name not in done and any(fnmatch.fnmatch(name, pattern) for pattern in options.patterns):
             rows.append(_apart(name, options.timeout))
             _show(rows[-1])
             _save(rows[-1])
@@ -175,10 +177,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def _save(row: dict[str, Any]) -> None:
     """Put ``row`` into today's record, in the order of the models."""
-    before = records.latest("zoo")
-    kept = before["rows"] if before is not None and before["date"] == records.today() else []
-    by_name = {row["model"]: row for row in [*kept, row]}
+    by_name = {other["model"]: other for other in [*_today(), row]}
     records.save("zoo", [by_name[name] for name in names() if name in by_name], command="python -m benchmarks.zoo")
+
+
+def _today() -> list[dict[str, Any]]:
+    record = records.latest("zoo")
+    return record["rows"] if record is not None and record["date"] == records.today() else []
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def _torchvision_names() -> list[str]:
 def _torchvision(name: str) -> Example:
     import torchvision
 
-    side = {"inception_v3": 96, "maxvit_t": 224, "googlenet": 96}.get(name, 64)
+    side = {"inception_v3": 299, "maxvit_t": 224, "googlenet": 96}.get(name, 64)
     options: dict[str, Any] = {"num_classes": 10}
     if name.startswith("vit_"):
         side = 28 if name == "vit_h_14" else 64
