@@ -45,8 +45,13 @@ class Peer:
 
 def _checkpointed(work: Workload, every: int = 1, **options: Any) -> nn.Module:
     def wrap(forward: Callable[..., Any]) -> Callable[..., Any]:
-        # The reentrant variant takes no keyword arguments, so they go in beforehand.
-        return lambda *args, **kwargs: checkpoint(functools.partial(forward, **kwargs), *args, **options)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            # DenseNet goes on appending to the list that it passes.
+            given = [list(value) if isinstance(value, list) else value for value in args]
+            # The reentrant variant takes no keyword arguments, so they go in beforehand.
+            return checkpoint(functools.partial(forward, **kwargs), *given, **options)
+
+        return call
 
     for block in work.blocks[::every]:
         block.forward = wrap(block.forward)  # type: ignore[method-assign]
