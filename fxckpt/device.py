@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from fxckpt.errors import InvalidArgumentError
 
-__all__ = ["DEVICES", "Device", "find_device", "is_view", "op_seconds", "op_work"]
+__all__ = ["DEVICES", "Device", "estimate_device", "find_device", "is_view", "op_seconds", "op_work"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ def find_device(name: str | torch.device | Device | None = None) -> Device:
     if isinstance(name, Device):
         return name
     if isinstance(name, torch.device):
-        name = _installed(name)
+        return _installed(name)
     if name is None:
         name = "cpu"
     if name not in DEVICES:
@@ -66,11 +66,33 @@ def find_device(name: str | torch.device | Device | None = None) -> Device:
     return DEVICES[name]
 
 
-def _installed(device: torch.device) -> str:
+def _installed(device: torch.device) -> Device:
     if device.type != "cuda":
-        return "cpu"
+        return DEVICES["cpu"]
     title = torch.cuda.get_device_name(device).lower()
-    return next((name for name in ("h200", "h100", "a100") if name in title), "a100")
+    known = next((DEVICES[name] for name in ("h200", "h100", "a100") if name in title), None)
+    return known or estimate_device(torch.cuda.get_device_properties(device))
+
+
+def estimate_device(properties: Any) -> Device:
+    """Rates of a CUDA device from its properties; those of an A100 where a property is missing.
+
+    Two operations per lane and clock, 64 fp32 lanes in a multiprocessor of compute capability 7.x and 8.0 and 128 in
+    later ones; tensor cores do 8 times as much in 7.x, 16 times in 8.0 and 9.x or later, 4 times in 8.6 and 8.9. Source:
+    NVIDIA's architecture white papers. Memory moves two words per clock.
+
+    Args:
+        properties: what ``torch.cuda.get_device_properties`` returns; clocks in kHz, bus width in bits.
+    """
+    a100, capability = DEVICES["a100"], (properties.major, properties.minor)
+    lanes = 64 if capability <= (8, 0) else 128
+    tensor_cores = 8 if capability < (8, 0) else 4 if (8, 0) < capability < (9, 0) else 16
+    clock = 1e3 * getattr(properties, "clock_rate", 0)
+    memory_clock, bits = 1e3 * getattr(properties, "memory_clock_rate", 0), getattr(properties, "memory_bus_width", 0)
+    flops = _SHARE * 2 * lanes * properties.multi_processor_count * clock or a100.flops
+    half = tensor_cores * flops if clock else a100.half_flops
+    bandwidth = _SHARE * 2 * memory_clock * bits / 8 or a100.bandwidth
+    return Device(properties.name, flops, half, bandwidth, a100.launch_seconds)
 
 
 # Operators that move no data: they make a view, an uninitialised tensor, or pick one result out of several.

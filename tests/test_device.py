@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import operator
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
 from fxckpt._torch import FakeTensorMode
-from fxckpt.device import DEVICES, Device, find_device, is_view, op_seconds, op_work
+from fxckpt.device import DEVICES, Device, estimate_device, find_device, is_view, op_seconds, op_work
 from fxckpt.errors import InvalidArgumentError
 
 aten = torch.ops.aten
@@ -22,9 +23,35 @@ def test_devices_by_name_and_by_themselves() -> None:
         find_device("tpu")
 
 
+@pytest.mark.parametrize(
+    ("name", "capability", "processors", "clock", "memory_clock", "bits"),
+    [("a100", (8, 0), 108, 1_410_000, 1_593_000, 5120), ("h100", (9, 0), 132, 1_980_000, 2_619_000, 5120)],
+)
+def test_estimates_from_properties_come_near_the_datasheet(
+    name: str, capability: tuple[int, int], processors: int, clock: int, memory_clock: int, bits: int
+) -> None:
+    properties = SimpleNamespace(
+        name=name, major=capability[0], minor=capability[1], multi_processor_count=processors, clock_rate=clock,
+        memory_clock_rate=memory_clock, memory_bus_width=bits,
+    )  # fmt: skip
+    found, known = estimate_device(properties), DEVICES[name]
+    assert found.flops == pytest.approx(known.flops, rel=0.02)
+    assert found.half_flops == pytest.approx(known.half_flops, rel=0.1)
+    assert found.bandwidth == pytest.approx(known.bandwidth, rel=0.03)
+
+
+def test_an_estimate_without_clocks_is_an_a100() -> None:
+    properties = SimpleNamespace(name="other", major=12, minor=0, multi_processor_count=170)
+    a100 = DEVICES["a100"]
+    found = estimate_device(properties)
+    assert (found.flops, found.half_flops, found.bandwidth) == (a100.flops, a100.half_flops, a100.bandwidth)
+
+
 @pytest.mark.gpu
 def test_the_installed_device_is_known() -> None:
-    assert find_device(torch.device("cuda")).name in ("a100", "h100", "h200")
+    found = find_device(torch.device("cuda"))
+    assert found.flops > 1e12
+    assert found.bandwidth > 1e11
 
 
 @pytest.mark.parametrize("fake", [False, True])
