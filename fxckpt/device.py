@@ -78,8 +78,8 @@ def estimate_device(properties: Any) -> Device:
     """Rates of a CUDA device from its properties; those of an A100 where a property is missing.
 
     Two operations per lane and clock, 64 fp32 lanes in a multiprocessor of compute capability 7.x and 8.0 and 128 in
-    later ones; tensor cores do 8 times as much in 7.x, 16 times in 8.0 and 9.x or later, 4 times in 8.6 and 8.9. Source:
-    NVIDIA's architecture white papers. Memory moves two words per clock.
+    later ones; tensor cores do 8 times as much in 7.x, 16 times in 8.0 and 9.x or later, 4 times in 8.6 and 8.9.
+    Source: NVIDIA's architecture white papers. Memory moves two words per clock.
 
     Args:
         properties: what ``torch.cuda.get_device_properties`` returns; clocks in kHz, bus width in bits.
