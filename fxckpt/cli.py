@@ -79,6 +79,11 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         "step's peak (60%%)")  # fmt: skip
     add("--reserve", type=float, default=0.0, metavar="GIB", help="part of the budget to leave to others")
     add("--strategy", choices=STRATEGIES, default="dp", help="default: %(default)s")
+    add("--cost", default="roofline", metavar="NAME", help="times to plan by: roofline (of the device), measure (each "
+        "operator), or those of another device, e.g. a100 (default: %(default)s)")  # fmt: skip
+    add("--leave", action="append", default=[], metavar="PATTERN", help="modules that stay Python; repeat for more")
+    add("--regions", action="append", default=[], metavar="PATTERN", help="modules to plan, each for itself; repeat "
+        "for more")  # fmt: skip
     add("--optimizer", metavar="NAME", help="of torch.optim, e.g. AdamW; its state counts in the budget")
     add("--amp", choices=("bf16", "fp16"), help="run forward under autocast")
     add("--seed", type=int, default=0, help="for weights, inputs and dropout (default: %(default)s)")
@@ -128,8 +133,9 @@ def _planned(setup: Any, options: argparse.Namespace) -> Any:
     def planned(**how: Any) -> Any:
         with setup.context():
             return auto_checkpoint(
-                setup.model, *setup.args, example_kwargs=setup.kwargs, optimizer=setup.optimizer, **how
-            )
+                setup.model, *setup.args, example_kwargs=setup.kwargs, optimizer=setup.optimizer, cost=options.cost,
+                leave=tuple(options.leave), regions=tuple(options.regions), **how,
+            )  # fmt: skip
 
     saved = getattr(options, "plan", None)
     if saved is not None:

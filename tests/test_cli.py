@@ -193,6 +193,16 @@ def test_plan_as_json_and_markdown(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == ""
 
 
+def test_times_of_another_device_and_a_choice_of_modules(capsys: pytest.CaptureFixture[str]) -> None:
+    seconds = []
+    for cost in ("cpu", "a100"):
+        assert main(["plan", *BASE, "--strategy", "sqrtn", "--cost", cost, "--output-format", "json"]) == 0
+        seconds.append(json.loads(capsys.readouterr().out)["plain_seconds"])
+    assert seconds[0] > seconds[1]
+    assert main(["plan", *BASE, "--strategy", "sqrtn", "--leave", "0"]) == 0
+    assert "in regions" in capsys.readouterr().out
+
+
 def test_an_infeasible_budget_is_answered_with_no(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *BASE, "--budget", "1KiB"]) == 1
     out, err = capsys.readouterr()
@@ -214,6 +224,8 @@ def test_inputs_that_the_model_cannot_run_on_are_wrong_use(capsys: pytest.Captur
         ["plan", "nowhere:model", "--input", "2x2", "--budget", "1"],
         ["plan", *BASE, "--budget", "-1"],
         ["plan", *BASE],
+        ["plan", *BASE, "--budget", "1", "--cost", "abacus"],
+        ["plan", *BASE, "--budget", "1", "--leave", "no.such.module"],
         ["plan", *BASE, "--strategy", "none", "-o", "/no/such/folder/plan.json"],
         ["check", *BASE, "--plan", "/no/such/plan.json"],
     ],
