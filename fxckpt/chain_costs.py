@@ -52,7 +52,7 @@ def chain_costs(graph: Graph, chain: Chain) -> ChainCosts:
     count, size = len(cuts), len(graph.forward)
     cut_of: Any = np.searchsorted(np.array(cuts), np.arange(size), side="right")  # first cut behind a position
     held = {storage for value in graph.outputs for storage in graph.nodes[value].storages}
-    runs = _runs(graph)
+    runs = graph.executed()
     birth: dict[int, int] = {}
     last: dict[int, int] = {}
     for position, value in enumerate(graph.forward):
@@ -81,18 +81,6 @@ def chain_costs(graph: Graph, chain: Chain) -> ChainCosts:
             seconds[cut_of[position]] += graph.nodes[value].seconds
     gradients, tangents, piled = _gradients(graph, cuts)
     return ChainCosts(np.cumsum(seconds), boundary, pinned, forward, gradients, tangents, piled, results)
-
-
-def _runs(graph: Graph) -> set[int]:
-    """Forward nodes that outputs and mutations need."""
-    seen: set[int] = set()
-    stack = [*graph.outputs, *graph.required]
-    while stack:
-        value = stack.pop()
-        if value not in seen:
-            seen.add(value)
-            stack += graph.nodes[value].inputs
-    return seen
 
 
 def _forward_peaks(

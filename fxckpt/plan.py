@@ -162,6 +162,17 @@ class Graph:
         """Value of the running total of ``slot``."""
         return len(self.nodes) + slot
 
+    def executed(self) -> set[int]:
+        """What forward has to run, and the inputs of that: all that outputs and mutations are computed from."""
+        seen: set[int] = set()
+        stack = [*self.outputs, *self.required]
+        while stack:
+            value = stack.pop()
+            if value not in seen:
+                seen.add(value)
+                stack += self.nodes[value].inputs
+        return seen
+
 
 @dataclass(frozen=True, slots=True)
 class Stage:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fxckpt import _torch
 from fxckpt.joint import bernoulli_like
+from fxckpt.snapshot import device_random_state, set_device_random_state
 
 __all__ = [
     "RecomputeFunction",
@@ -24,7 +25,6 @@ __all__ = [
     "SegmentModule",
     "replay_bernoulli",
     "replay_random",
-    "save_random_state",
 ]
 
 Code = Callable[[list[Any]], Any]
@@ -204,31 +204,17 @@ def _differentiable(ctx: Any, tangents: list[Tensor | None]) -> list[Tensor | No
     return ctx.call.gradients(ctx.segment.index, ctx.segment.tangent_outputs, tangents)  # type: ignore[no-any-return]
 
 
-def save_random_state(device: torch.device) -> Tensor:
-    """State of the device's default generator."""
-    if device.type == "cpu":
-        return torch.get_rng_state()
-    return getattr(torch, device.type).get_rng_state(device)  # type: ignore[no-any-return]
-
-
-def _set_random_state(device: torch.device, state: Tensor) -> None:
-    if device.type == "cpu":
-        torch.set_rng_state(state)
-    else:
-        getattr(torch, device.type).set_rng_state(state, device)
-
-
 def replay_random(func: Callable[..., Any], device: torch.device, state: Tensor, /, *args: Any, **kwargs: Any) -> Any:
     """Run a random operator again from ``state``; the generator's stream is as before afterwards.
 
     The operator may have a ``device`` among its own keywords.
     """
-    current = save_random_state(device)
-    _set_random_state(device, state)
+    current = device_random_state(device)
+    set_device_random_state(device, state)
     try:
         return func(*args, **kwargs)
     finally:
-        _set_random_state(device, current)
+        set_device_random_state(device, current)
 
 
 def replay_bernoulli(device: torch.device, state: Tensor, /, *args: Any, **kwargs: Any) -> Any:

@@ -58,7 +58,7 @@ class _Problem:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.runs = _ancestors(graph, [*graph.outputs, *graph.required])
+        self.runs = graph.executed()
         self.maker: dict[int, int] = {}
         for value in graph.forward:
             for storage in graph.nodes[value].allocates:
@@ -165,15 +165,3 @@ class _Gradients:
                 self.sharing[holder] -= 1
                 if not self.sharing[holder]:
                     self.bytes -= self.sizes[holder]
-
-
-def _ancestors(graph: Graph, values: Iterable[int]) -> set[int]:
-    """``values`` and all that they are computed from."""
-    seen: set[int] = set()
-    stack = list(values)
-    while stack:
-        value = stack.pop()
-        if value not in seen:
-            seen.add(value)
-            stack += graph.nodes[value].inputs
-    return seen

@@ -140,7 +140,7 @@ class _Reader:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.held = {storage for value in graph.outputs for storage in graph.nodes[value].storages}
-        self.runs = _ancestors(graph, [*graph.outputs, *graph.required])
+        self.runs = graph.executed()
         self.keepers: dict[int, int] = {}
         for value in graph.forward:
             if not graph.nodes[value].container:
@@ -234,18 +234,6 @@ class _Reader:
                 totals[slot] = (fresh,)
         returned = {name for slot, names_of in totals.items() if slot not in consumed for name in names_of}
         return tuple(steps), tuple(sorted(returned))
-
-
-def _ancestors(graph: Graph, values: Iterable[int]) -> set[int]:
-    """``values`` and all that they are computed from."""
-    seen: set[int] = set()
-    stack = list(values)
-    while stack:
-        value = stack.pop()
-        if value not in seen:
-            seen.add(value)
-            stack += graph.nodes[value].inputs
-    return seen
 
 
 def _solve(window: _Window, most: int, known: dict[object, object]) -> tuple[_Choice, ...]:

@@ -14,7 +14,8 @@ from torch import fx
 from fxckpt import _torch
 from fxckpt.joint import UPDATING_NORMS, JointGraph, bernoulli_like, device_of, inplace_form
 from fxckpt.plan import Graph, Program, SegmentProgram, Step
-from fxckpt.runtime import SegmentModule, replay_bernoulli, replay_random, save_random_state
+from fxckpt.runtime import SegmentModule, replay_bernoulli, replay_random
+from fxckpt.snapshot import device_random_state
 
 __all__ = ["rewrite"]
 
@@ -144,7 +145,7 @@ class _Emitter:
     def _emit(self, step: Step, *, again: bool) -> None:
         node = self.joint.nodes[step.value]
         if step.op == "record":
-            self.states[step.value] = self.out.call_function(save_random_state, (device_of(node),))
+            self.states[step.value] = self.out.call_function(device_random_state, (device_of(node),))
             return
         again = again and self.graph.nodes[step.value].phase == "forward"
         statistics: set[fx.Node] = set()

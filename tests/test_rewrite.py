@@ -18,7 +18,8 @@ from fxckpt.passes.functionalize import functionalize
 from fxckpt.passes.rewrite import rewrite
 from fxckpt.passes.schedule import schedule
 from fxckpt.plan import Graph, Plan, Program, Segment, SegmentProgram
-from fxckpt.runtime import SegmentModule, replay_bernoulli, save_random_state
+from fxckpt.runtime import SegmentModule, replay_bernoulli
+from fxckpt.snapshot import device_random_state
 
 aten = torch.ops.aten
 
@@ -147,7 +148,7 @@ def test_a_recomputed_batch_norm_reads_no_statistics() -> None:
 
 def test_a_recomputed_mask_comes_from_the_saved_state() -> None:
     segment = Rewritten(_mlp(nn.Dropout(0.5)), torch.randn(6, 4)).segments[0]
-    assert save_random_state in _targets(segment.forward_graph)
+    assert device_random_state in _targets(segment.forward_graph)
     assert replay_bernoulli in _targets(segment.backward_graph)
 
 
