@@ -68,20 +68,19 @@ class Decision:
     bound_seconds: float | None = None
 
 
-def decide(graph: Graph, goal: Goal, tangents: frozenset[int], floor_bytes: int = 0) -> Decision:
+def decide(graph: Graph, goal: Goal, tangents: frozenset[int]) -> Decision:
     """Find the cheapest plan of ``goal.strategy`` whose simulated peak is within the budget.
 
     Args:
         graph: the joint graph with costs.
         goal: strategy and budget.
         tangents: slots of outputs that get a gradient.
-        floor_bytes: peak of the part of the step that no plan changes (the optimizer's own step).
 
     Raises:
         BudgetInfeasibleError: no plan fits.
         PlanMismatchError: ``goal.plan`` belongs to another graph.
     """
-    options = Options(graph, goal, tangents, floor_bytes)
+    options = Options(graph, goal, tangents)
     limit = None if goal.plan is not None else goal.limit
     find = options.search.first if limit is None else options.search.cheapest_within
     chosen = options.clock.run("schedule", find, limit or 0)
@@ -104,8 +103,8 @@ class Options:
         plain: the step without recomputation.
     """
 
-    def __init__(self, graph: Graph, goal: Goal, tangents: frozenset[int], floor_bytes: int = 0) -> None:
-        self.graph, self.goal, self.tangents, self.floor_bytes = graph, goal, tangents, floor_bytes
+    def __init__(self, graph: Graph, goal: Goal, tangents: frozenset[int]) -> None:
+        self.graph, self.goal, self.tangents = graph, goal, tangents
         clock = self.clock = Clock()
         self.held = _without_unused_outputs(graph, tangents)
         self.chain = clock.run("cuts", cuts, self.held)
@@ -120,7 +119,7 @@ class Options:
         else:
             frontier = clock.run(goal.strategy, _candidates, goal.strategy, self.held, self.chain, keep_all)
         plans = tuple(_split_at_outputs(graph, plan) for plan in frontier.plans)
-        self.search = Search(graph, plans, tangents, floor_bytes, ordered=goal.strategy != "sqrtn")
+        self.search = Search(graph, plans, tangents, ordered=goal.strategy != "sqrtn")
 
     def settle(self, candidate: Candidate) -> Decision:
         """The decision for one of the candidates."""
@@ -128,12 +127,12 @@ class Options:
         plan, program, timeline = candidate
         plan = dataclasses.replace(
             plan, fingerprint=self.fingerprint, budget_bytes=goal.budget_bytes or 0,
-            segments=_named(graph, plan.segments), peak_bytes=max(timeline.peak_bytes, self.floor_bytes),
+            segments=_named(graph, plan.segments), peak_bytes=timeline.peak_bytes,
             extra_seconds=timeline.recompute_seconds,
         )  # fmt: skip
         named = zip(program.segments, plan.segments, strict=True)
         program = Program(tuple(dataclasses.replace(p, name=s.name) for p, s in named))
-        smallest = max(self.search.smallest()[2].peak_bytes, self.floor_bytes)
+        smallest = self.search.smallest()[2].peak_bytes
         least = None
         if goal.limit is not None and goal.strategy == "dp":
             least = self.clock.run("bound", bound, self.held, max(goal.limit, plan.peak_bytes))
@@ -171,10 +170,8 @@ class Search:
     AROUND = 4
     LAST = 8
 
-    def __init__(
-        self, graph: Graph, plans: tuple[Plan, ...], tangents: frozenset[int], floor_bytes: int, ordered: bool = True
-    ) -> None:
-        self.graph, self.plans, self.tangents, self.floor_bytes = graph, plans, tangents, floor_bytes
+    def __init__(self, graph: Graph, plans: tuple[Plan, ...], tangents: frozenset[int], ordered: bool = True) -> None:
+        self.graph, self.plans, self.tangents = graph, plans, tangents
         self.ordered = ordered
         self.known: dict[int, Candidate] = {}
 
@@ -187,7 +184,7 @@ class Search:
 
     def fits(self, index: int, limit: int) -> bool:
         """Whether the peak of candidate ``index`` is at most ``limit`` bytes."""
-        return max(self.at(index)[2].peak_bytes, self.floor_bytes) <= limit
+        return self.at(index)[2].peak_bytes <= limit
 
     def first(self, _: int) -> Candidate:
         """The candidate that the strategy prefers."""
