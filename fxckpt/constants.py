@@ -78,11 +78,11 @@ class RealConstants(TorchDispatchMode):
 
     def _is_small(self, function: Any, args: Any, kwargs: dict[str, Any]) -> bool:
         """Whether the result is, told without computing it."""
-        if function is not _same:
-            args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
-            kwargs = {**kwargs, "device": "meta"} if "device" in kwargs else kwargs
         try:
             with _torch.real_tensors():
+                if function is not _same:
+                    args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
+                    kwargs = {**kwargs, "device": "meta"} if "device" in kwargs else kwargs
                 result = function(*args, **kwargs)
         except (NotImplementedError, RuntimeError):
             return True  # a question about values; what it is about is small

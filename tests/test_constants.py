@@ -94,6 +94,7 @@ def test_constants_take_no_operators(use: Callable[[Tensor], Any]) -> None:
     made = {"arange", "new_zeros", "fill", "slice_scatter", "diff"}
     assert not made & {node.target._overloadpacket.__name__ for node in joint.forward}
     assert joint.constants
+    assert {node.meta["val"].device.type for node in joint.forward if isinstance(node.meta["val"], Tensor)} == {"cpu"}
 
 
 def test_large_constants_are_made_in_each_step() -> None:
