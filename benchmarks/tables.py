@@ -44,10 +44,16 @@ def _planning() -> str:
     if record is None:
         return ""
     rows = [
-        [row["model"], row["operations"], f"{row['seconds']:.2f}", f"{row['memory_bytes'] / 2**20:.0f}"]
+        [
+            row["model"],
+            row["nodes"],
+            f"{row['first_seconds']:.2f}",
+            f"{row['seconds']:.2f}",
+            f"{row['memory_bytes'] / 2**20:.0f}",
+        ]
         for row in record["rows"]
     ]
-    table = tabulate(rows, ["model", "forward operations", "seconds", "memory, MiB"], tablefmt="pipe")
+    table = tabulate(rows, ["model", "operators", "first, seconds", "later, seconds", "memory, MiB"], tablefmt="pipe")
     return f"### Planning\n\n{_source(record)}\n\n{table}"
 
 
