@@ -44,16 +44,10 @@ def _planning() -> str:
     if record is None:
         return ""
     rows = [
-        [
-            row["model"],
-            row["nodes"],
-            f"{row['first_seconds']:.2f}",
-            f"{row['seconds']:.2f}",
-            f"{row['memory_bytes'] / 2**20:.0f}",
-        ]
+        [row["model"], row["nodes"], f"{row['seconds']:.2f}", f"{row['memory_bytes'] / 2**20:.0f}"]
         for row in record["rows"]
     ]
-    table = tabulate(rows, ["model", "operators", "first, seconds", "later, seconds", "memory, MiB"], tablefmt="pipe")
+    table = tabulate(rows, ["model", "operators", "seconds", "memory, MiB"], tablefmt="pipe")
     return f"### Planning\n\n{_source(record)}\n\n{table}"
 
 
