@@ -334,7 +334,7 @@ def cpu_allocations(run: Callable[[], object]) -> list[int]:
     return counts
 
 
-_METHODS = ("view", "reshape", "expand")
+_METHODS = ("view", "expand")
 _FUNCTIONS = (
     "mm", "addmm", "bmm", "baddbmm", "t", "transpose", "permute", "unsqueeze", "squeeze", "add", "mul", "sub", "div",
     "sum", "mean", "relu", "tanh", "sigmoid", "exp", "rsqrt", "neg", "pow", "clone", "native_layer_norm", "convolution",

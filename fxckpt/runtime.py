@@ -25,6 +25,7 @@ __all__ = [
     "SegmentModule",
     "replay_bernoulli",
     "replay_random",
+    "view_gradient",
 ]
 
 Code = Callable[[list[Any]], Any]
@@ -220,3 +221,15 @@ def replay_random(func: Callable[..., Any], device: torch.device, state: Tensor,
 def replay_bernoulli(device: torch.device, state: Tensor, /, *args: Any, **kwargs: Any) -> Any:
     """:func:`replay_random` of :func:`fxckpt.joint.bernoulli_like`, by a name that generated code can hold."""
     return replay_random(bernoulli_like, device, state, *args, **kwargs)
+
+
+def view_gradient(gradient: Tensor, size: list[int]) -> Tensor:
+    """A view of a gradient, or a copy where its strides do not allow one.
+
+    Autograd reshapes gradients. A loss may send one with other strides than the trace had, which a view cannot take;
+    asking first, as ``reshape`` does, costs a microsecond for each of them.
+    """
+    try:
+        return gradient.view(size)
+    except RuntimeError:
+        return gradient.reshape(size)

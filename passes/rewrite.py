@@ -14,7 +14,7 @@ from torch import fx
 from fxckpt import _torch
 from fxckpt.joint import UPDATING_NORMS, JointGraph, bernoulli_like, device_of, inplace_form
 from fxckpt.plan import Graph, Program, SegmentProgram, Step
-from fxckpt.runtime import SegmentModule, replay_bernoulli, replay_random
+from fxckpt.runtime import SegmentModule, replay_bernoulli, replay_random, view_gradient
 from fxckpt.snapshot import device_random_state
 
 __all__ = ["rewrite"]
@@ -156,9 +156,7 @@ class _Emitter:
         if step.inplace:
             new.target = inplace_form(node)
         elif node.target is aten.view.default and self.graph.nodes[step.value].phase == "backward":
-            # Autograd reshapes gradients: a loss may send one with other strides than the trace had, which a view
-            # cannot take.
-            new.target = aten.reshape.default
+            new.target = view_gradient
         elif step.op == "replay":
             new.args = (device_of(node), self.states[step.value], *new.args)
             if node.target is bernoulli_like:
