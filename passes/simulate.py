@@ -256,10 +256,12 @@ class _Run:
     def _deliver(self, slot: int, value: Value) -> None:
         """Hand a returned gradient to the engine: it waits for its consumer, or becomes ``.grad``."""
         leaf = self.graph.slots[slot].owner == -1
+        waiting = self.pending.get(slot)
+        if waiting is not None or (leaf and not self.graph.fresh_gradients):
+            self.seconds["backward"] += self.graph.slots[slot].seconds  # the engine adds
         if leaf and not self.graph.fresh_gradients:
             self._drop(value)
             return
-        waiting = self.pending.get(slot)
         if waiting is not None and all(block.references == 1 for block in waiting.values()):
             self._drop(value)  # added in place
             return
