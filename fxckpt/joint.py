@@ -186,9 +186,7 @@ def inplace_form(node: fx.Node) -> Any:
         value.shape, value.stride(), value.dtype,
     ):  # fmt: skip
         return None
-    form = getattr(aten, packet.__name__ + "_", None)
-    overload = node.target._overloadname  # type: ignore[union-attr]
-    return getattr(form, overload) if form is not None and overload in form.overloads() else None
+    return _overload(packet.__name__ + "_", node.target._overloadname)  # type: ignore[union-attr]
 
 
 def is_alias(target: Any) -> bool:
@@ -206,10 +204,13 @@ def functional_form(target: Any) -> Any:
     if target is aten.bernoulli_.float:
         return bernoulli_like
     name = target._overloadpacket.__name__
-    form = getattr(aten, name[:-1], None) if target.namespace == "aten" and name.endswith("_") else None
-    return (
-        getattr(form, target._overloadname) if form is not None and target._overloadname in form.overloads() else None
-    )
+    return _overload(name[:-1], target._overloadname) if target.namespace == "aten" and name.endswith("_") else None
+
+
+def _overload(name: str, overload: str) -> Any:
+    """An overload of an ATen operator, None if there is no such one."""
+    packet = getattr(aten, name, None)
+    return getattr(packet, overload) if packet is not None and overload in packet.overloads() else None
 
 
 UPDATING_NORMS = frozenset(
