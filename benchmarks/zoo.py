@@ -113,7 +113,7 @@ def _line(error: BaseException) -> str:
 
 def _apart(name: str, timeout: float) -> dict[str, Any]:
     """Examine ``name`` in a process of its own, forked so that the libraries are loaded but once."""
-    row = {"model": name, "family": name.partition("/")[0]}
+    row = {"model": name, "family": name.partition("/")[0], "date": records.today()}
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(name, theirs))
@@ -159,26 +159,34 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.zoo", description=__doc__)
     parser.add_argument("patterns", nargs="*", default=["*"], help="like 'timm/*' or 'hf/gpt*'; all by default")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one model")
-    parser.add_argument("--resume", action="store_true", help="only models without a row in today's record")
+    parser.add_argument("--resume", action="store_true", help="only models without a row in the newest record")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)  # threads do not survive a fork
     load_libraries()
     rows: list[dict[str, Any]] = []
-    done = {row["model"] for row in _today()} if options.resume else set()
+    earlier = _newest() if options.resume else _today()
+    done = {row["model"] for row in earlier} if options.resume else set()
     for name in names():
         if name not in done and any(fnmatch.fnmatch(name, pattern) for pattern in options.patterns):
             rows.append(_apart(name, options.timeout))
             _show(rows[-1])
-            _save(rows[-1])
+            earlier = _save(rows[-1], earlier)
     counts = {verdict: sum(row["verdict"] == verdict for row in rows) for verdict in {row["verdict"] for row in rows}}
     print(", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items())))
     return int("DIFFERS" in counts)
 
 
-def _save(row: dict[str, Any]) -> None:
-    """Put ``row`` into today's record, in the order of the models."""
-    by_name = {other["model"]: other for other in [*_today(), row]}
-    records.save("zoo", [by_name[name] for name in names() if name in by_name], command="python -m benchmarks.zoo")
+def _save(row: dict[str, Any], earlier: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Write today's record: ``earlier`` rows and ``row``, in the order of the models."""
+    by_name = {other["model"]: other for other in [*earlier, row]}
+    rows = [by_name[name] for name in names() if name in by_name]
+    records.save("zoo", rows, command="python -m benchmarks.zoo")
+    return rows
+
+
+def _newest() -> list[dict[str, Any]]:
+    record = records.latest("zoo")
+    return record["rows"] if record is not None else []
 
 
 def _today() -> list[dict[str, Any]]:
