@@ -146,10 +146,15 @@ def get_report(model: nn.Module) -> Report | RegionsReport:
 
 
 def get_graph_module(model: nn.Module) -> fx.GraphModule:
-    """The rewritten graph that ``model`` planned last. Arguments and errors as in :func:`get_plan`."""
+    """The rewritten graph that ``model`` planned last; each segment is a submodule with its code as fx graphs.
+
+    Arguments and errors as in :func:`get_plan`.
+    """
     entry = _latest(model).entry
     if entry is None:
         raise FxckptError("the model was not captured whole; its regions are in get_report(model)")
+    for segment in entry.graph_module.children():
+        segment.show()  # type: ignore[operator]
     return entry.graph_module
 
 

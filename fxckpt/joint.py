@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from dataclasses import dataclass, field
 from typing import Any
@@ -106,7 +107,7 @@ class Trace:
     records: list[GradRecord]
 
 
-@dataclass(slots=True)
+@dataclass
 class JointGraph:
     """Functional joint graph: placeholders, forward nodes, then backward nodes autograd node by autograd node.
 
@@ -152,6 +153,19 @@ class JointGraph:
     fakes: list[Tensor]
     assigned: list[tuple[str, str, Any]]
     places: dict[str, tuple[str, str]]
+
+    @functools.cached_property
+    def index(self) -> dict[fx.Node, int]:
+        """Node -> value: its place in ``nodes``; the sums follow."""
+        return {node: index for index, node in enumerate([*self.nodes, *self.sums])}
+
+    def arguments(self, node: fx.Node) -> tuple[Any, Any]:
+        """Positional and keyword arguments of a node."""
+        return node.args, node.kwargs
+
+    def shape(self, node: fx.Node) -> tuple[int, ...]:
+        """Sizes of a node's tensor."""
+        return tuple(node.meta["val"].shape)
 
 
 def remembered(joint: JointGraph) -> list[int]:

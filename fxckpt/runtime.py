@@ -6,8 +6,6 @@ may interleave, in any order and in several threads.
 
 from __future__ import annotations
 
-import functools
-import re
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -16,6 +14,7 @@ from torch import Tensor, nn
 
 from fxckpt import _torch
 from fxckpt.joint import bernoulli_like
+from fxckpt.listing import Code, Listing
 from fxckpt.snapshot import device_random_state, set_device_random_state
 
 __all__ = [
@@ -27,24 +26,6 @@ __all__ = [
     "replay_random",
     "view_gradient",
 ]
-
-Code = Callable[[list[Any]], Any]
-
-
-def compile_graph(module: torch.fx.GraphModule) -> Code:
-    """The code of ``module`` as a plain function that reaches each operator by the shortest way."""
-    python = module.graph.python_code("self")
-    names = dict(python.globals)
-
-    def shorten(match: re.Match[str]) -> str:
-        short = "_".join(("op", *match.groups()))
-        packet = getattr(getattr(torch.ops, match[1]), match[2])
-        names[short] = _torch.fast_callable(getattr(packet, match[3]))
-        return short
-
-    source = re.sub(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)(?=\()", shorten, python.src)
-    exec(compile(source, f"<fxckpt {type(module).__name__}>", "exec"), names)
-    return functools.partial(names["forward"], None)
 
 
 class RecomputeFunction(torch.autograd.Function):
@@ -90,8 +71,8 @@ class SegmentModule(nn.Module):
     """One segment of the rewritten graph. Calling it runs :class:`RecomputeFunction`.
 
     Attributes:
-        forward_graph: GraphModule from a list of inputs to (outputs, saved tensors, generator states).
-        specialise: builds the backward GraphModule for a pattern of present tangents.
+        forward_listing: code from a list of inputs to (outputs, saved tensors, generator states).
+        specialise: writes the backward for a pattern of present tangents.
         tangent_outputs: which outputs' gradients backward takes, in order.
         constant_outputs: outputs that no gradient flows to.
         observer: told in each backward which gradients arrived.
@@ -101,8 +82,8 @@ class SegmentModule(nn.Module):
 
     def __init__(
         self,
-        forward_graph: torch.fx.GraphModule,
-        specialise: Callable[[tuple[bool, ...]], torch.fx.GraphModule],
+        forward_listing: Listing,
+        specialise: Callable[[tuple[bool, ...]], Listing],
         *,
         index: int,
         input_count: int,
@@ -113,17 +94,24 @@ class SegmentModule(nn.Module):
         differentiable: bool,
     ) -> None:
         super().__init__()
-        self.forward_graph = forward_graph
-        self.forward_code = compile_graph(forward_graph)
-        self.specialise = specialise
+        self.forward_listing, self.specialise = forward_listing, specialise
+        self.forward_code = forward_listing.function()
         self.codes: dict[tuple[bool, ...], Code] = {}
         self.index, self.input_count = index, input_count
         self.tangent_outputs, self.constant_outputs, self.detached = tangent_outputs, constant_outputs, detached
         self.differentiable = differentiable
         self.observer: Callable[[tuple[bool, ...]], None] | None = None
+        self.backward_listing: Listing | None = None
         if differentiable:
-            self.backward_graph = specialise(expected)
-            self.codes[expected] = compile_graph(self.backward_graph)
+            self.backward_listing = specialise(expected)
+            self.codes[expected] = self.backward_listing.function()
+
+    def show(self) -> None:
+        """Add the code as fx graphs: ``forward_graph`` and, if gradients flow, ``backward_graph``."""
+        if "forward_graph" not in self._modules:
+            self.forward_graph = self.forward_listing.graph_module()
+            if self.backward_listing is not None:
+                self.backward_graph = self.backward_listing.graph_module()
 
     def forward(self, call: RegionCall | None, *inputs: Any) -> tuple[Any, ...]:
         """Outputs for later segments and the caller."""
@@ -141,7 +129,7 @@ class SegmentModule(nn.Module):
     def backward_code(self, present: tuple[bool, ...]) -> Code:
         """Backward for this pattern of tangents, built at its first use."""
         if present not in self.codes:
-            self.codes[present] = compile_graph(self.specialise(present))
+            self.codes[present] = self.specialise(present).function()
         return self.codes[present]
 
 

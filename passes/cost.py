@@ -49,9 +49,7 @@ class _Costs:
         self, joint: JointGraph, device: Device, workspaces: dict[str, int], seconds: dict[str, float]
     ) -> None:
         self.joint, self.device, self.workspaces, self.seconds = joint, device, workspaces, seconds
-        self.index = {node: index for index, node in enumerate(joint.nodes)}
-        for slot, node in enumerate(joint.sums):
-            self.index[node] = len(joint.nodes) + slot
+        self.index = joint.index
         self.storage_of: dict[int, int] = {}
         self.bytes: list[int] = []
         self.input_storages: set[int] = set()

@@ -6,13 +6,13 @@ import keyword
 import operator
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
 
-from fxckpt import _torch
 from fxckpt.joint import UPDATING_NORMS, JointGraph, bernoulli_like, device_of, inplace_form
+from fxckpt.listing import Listing, Var
 from fxckpt.plan import Graph, Program, SegmentProgram, Step
 from fxckpt.runtime import SegmentModule, replay_bernoulli, replay_random, view_gradient
 from fxckpt.snapshot import device_random_state
@@ -62,18 +62,17 @@ class _Rewriter:
             call = outer.call_module(name, (region_call, *(values[value] for value in segment.inputs)))
             for place, value in enumerate(segment.outputs):
                 values[value] = outer.call_function(operator.getitem, (call, place))
-        position = {node: index for index, node in enumerate(self.joint.nodes)}
-        outer.output([values[position[node]] for node in self.joint.outputs])
+        outer.output([values[self.joint.index[node]] for node in self.joint.outputs])
         for node in [node for node in outer.nodes if node.target is operator.getitem and not node.users]:
             outer.erase_node(node)
         return fx.GraphModule(root, outer)
 
     def _segment(self, index: int, segment: SegmentProgram) -> SegmentModule:
-        forward = _Emitter(self.joint, self.graph).forward(segment)
+        forward = _Emitter(self.joint, self.graph, segment).forward()
 
-        def specialise(present: tuple[bool, ...]) -> fx.GraphModule:
+        def specialise(present: tuple[bool, ...]) -> Listing:
             steps = segment.backward if present == segment.expected else self.reschedule(index, present).backward
-            return _Emitter(self.joint, self.graph).backward(segment, steps, present)
+            return _Emitter(self.joint, self.graph, segment).backward(steps, present)
 
         carrying = [segment.outputs.index(self.graph.slots[slot].value) for slot in segment.tangents]
         requires = [i < len(self.joint.inputs) and self.joint.inputs[i].requires_grad for i in segment.inputs]
@@ -89,38 +88,36 @@ class _Rewriter:
 
 
 class _Emitter:
-    """Builds one fx graph from steps."""
+    """Writes the listing of a segment from steps."""
 
-    def __init__(self, joint: JointGraph, graph: Graph) -> None:
-        self.joint, self.graph = joint, graph
-        self.out = fx.Graph()
-        self.out.set_codegen(_torch.BoxedCodeGen())
-        self.env: dict[int, fx.Node] = {}
-        self.states: dict[int, fx.Node] = {}
-        self.sums = {node: len(graph.nodes) + slot for slot, node in enumerate(joint.sums)}
-        self.index = {node: index for index, node in enumerate(joint.nodes)}
-        self.index.update(self.sums)
+    def __init__(self, joint: JointGraph, graph: Graph, segment: SegmentProgram) -> None:
+        self.joint, self.graph, self.segment = joint, graph, segment
+        self.out = Listing(_identifier(segment.name) or "segment")
+        self.env: dict[int, Var] = {}
+        self.states: dict[int, Var] = {}
 
-    def forward(self, segment: SegmentProgram) -> fx.GraphModule:
+    def forward(self) -> Listing:
         """Forward from the inputs to (outputs, saved values, generator states)."""
+        segment = self.segment
         for value in segment.inputs:
-            self.env[value] = self.out.placeholder(self._name(value))
+            self.env[value] = self.out.argument(self._name(value))
         for step in segment.forward:
             self._emit(step, again=False)
         states = [self.states[value] for value in segment.states]
-        results = ([self.env[v] for v in segment.outputs], [self.env[v] for v in segment.saved], states)
-        return self._finish(results, segment)
+        self.out.result = ([self.env[v] for v in segment.outputs], [self.env[v] for v in segment.saved], states)
+        return self.out
 
-    def backward(self, segment: SegmentProgram, steps: tuple[Step, ...], present: tuple[bool, ...]) -> fx.GraphModule:
+    def backward(self, steps: tuple[Step, ...], present: tuple[bool, ...]) -> Listing:
         """Backward from (saved values, states, present tangents) to one gradient per input."""
+        segment = self.segment
         for value in segment.saved:
-            self.env[value] = self.out.placeholder(self._name(value))
+            self.env[value] = self.out.argument(self._name(value))
         for value in segment.states:
-            self.states[value] = self.out.placeholder(f"state_of_{self._name(value)}")
+            self.states[value] = self.out.argument(f"state_of_{self._name(value)}")
         started = {slot for slot, there in zip(segment.tangents, present, strict=True) if there}
         for slot in segment.tangents:
             if slot in started:
-                self.env[self.graph.total(slot)] = self.out.placeholder(f"tangent_{slot}")
+                self.env[self.graph.total(slot)] = self.out.argument(f"tangent_{slot}")
         for step in steps:
             if step.op == "add":
                 self._add(step, step.slot in started)
@@ -129,15 +126,10 @@ class _Emitter:
             else:
                 self._emit(step, again=True)
             started.add(step.slot)
-        results = [
+        self.out.result = [
             self.env[self.graph.total(slot)] if slot in started and slot >= 0 else None for slot in segment.gradients
         ]
-        return self._finish(results, segment)
-
-    def _finish(self, results: Any, segment: SegmentProgram) -> fx.GraphModule:
-        self.out.output(results)
-        self.out.lint()
-        return _torch.lazy_graph_module(torch.nn.Module(), self.out, _identifier(segment.name) or "segment")
+        return self.out
 
     def _name(self, value: int) -> str:
         return self.graph.nodes[value].name
@@ -145,45 +137,51 @@ class _Emitter:
     def _emit(self, step: Step, *, again: bool) -> None:
         node = self.joint.nodes[step.value]
         if step.op == "record":
-            self.states[step.value] = self.out.call_function(device_random_state, (device_of(node),))
+            name = f"state_of_{self._name(step.value)}"
+            self.states[step.value] = self.out.call(name, device_random_state, (device_of(node),), {})
             return
         again = again and self.graph.nodes[step.value].phase == "forward"
         statistics: set[fx.Node] = set()
         if again and str(node.target) in UPDATING_NORMS and node.args[TRAINING_ARGUMENT] is True:
             # A normalisation that is recomputed must not move its running statistics again.
             statistics = {node.args[index] for index in STATISTICS_ARGUMENTS}  # type: ignore[misc]
-        new = self.out.node_copy(node, lambda source: None if source in statistics else self.env[self.index[source]])
+        index, env = self.joint.index, self.env
+
+        def variable(source: fx.Node) -> Any:
+            return None if source in statistics else env[index[source]]
+
+        args, kwargs = cast(Any, fx.node.map_arg(self.joint.arguments(node), variable))
+        target: Any = node.target
         if step.inplace:
-            new.target = inplace_form(node)
-        elif node.target is aten.view.default and self.graph.nodes[step.value].phase == "backward":
-            new.target = view_gradient
+            target = inplace_form(node)
+        elif target is aten.view.default and self.graph.nodes[step.value].phase == "backward":
+            target = view_gradient
         elif step.op == "replay":
-            new.args = (device_of(node), self.states[step.value], *new.args)
-            if node.target is bernoulli_like:
-                new.target = replay_bernoulli
+            args = (device_of(node), self.states[step.value], *args)
+            if target is bernoulli_like:
+                target = replay_bernoulli
             else:
-                new.args = (node.target, *new.args)  # type: ignore[arg-type]
-                new.target = replay_random
+                target, args = replay_random, (target, *args)
+        meta = {"val": node.meta.get("val")}
         if again:
-            new.meta["recomputed"] = True
-        self.env[step.value] = new
+            meta["recomputed"] = True
+        self.env[step.value] = self.out.call(self._name(step.value), target, args, kwargs, **meta)
 
     def _add(self, step: Step, started: bool) -> None:
         total = self.graph.total(step.slot)
         part = self.env[step.value]
         if started:
             add = aten.add_.Tensor if step.inplace else aten.add.Tensor
-            part = self.out.call_function(add, (self.env[total], part))
-            part.meta["val"] = self.joint.sums[step.slot].meta.get("val")
+            value = self.joint.sums[step.slot].meta.get("val")
+            part = self.out.call(f"gradient_{step.slot}", add, (self.env[total], part), {}, val=value)
         self.env[total] = part
 
     def _zero(self, step: Step) -> None:
         value = self.joint.sums[step.slot].meta["val"]
-        zeros = self.out.call_function(
-            aten.zeros.default, (list(value.shape),), {"dtype": value.dtype, "device": value.device}
-        )
-        zeros.meta["val"] = value
-        self.env[self.graph.total(step.slot)] = zeros
+        options = {"dtype": value.dtype, "device": value.device}
+        name, shape = f"gradient_{step.slot}", list(self.joint.shape(self.joint.sums[step.slot]))
+        total = self.out.call(name, aten.zeros.default, (shape,), options, val=value)
+        self.env[self.graph.total(step.slot)] = total
 
 
 def _identifier(name: str) -> str:

@@ -36,6 +36,8 @@ class Rewritten:
         self.asked: list[tuple[int, tuple[bool, ...]]] = []
         self.module: fx.GraphModule = rewrite(self.joint, self.graph, self.program, self._again)
         self.segments = [part for part in self.module.children() if isinstance(part, SegmentModule)]
+        for segment in self.segments:
+            segment.show()
 
     def _again(self, index: int, present: tuple[bool, ...]) -> SegmentProgram:
         self.asked.append((index, present))
