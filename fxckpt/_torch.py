@@ -28,7 +28,9 @@ from torch.fx.graph import CodeGen
 from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
+    "DEVICE_QUESTION",
     "BoxedCodeGen",
+    "FakeMaker",
     "FakeMode",
     "FakeTensor",
     "below_autograd",
@@ -231,6 +233,41 @@ class FakeMode(FakeTensorMode):
             with self:  # one tensor is the gradient of both biases, of which the engine makes two
                 return *result[:4], torch.empty_like(result[3]), *result[5:]
         return result
+
+
+class FakeMaker:
+    """Makes fake tensors from descriptions, ten times as fast as the fake mode does.
+
+    Its constructor checks much that is known here. All but the size is the same for every fake of a device, so that
+    the attributes of one that the constructor made serve for all.
+    """
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self.mode = mode
+        self.first: dict[torch.device, FakeTensor] = {}
+
+    def make(
+        self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> FakeTensor:
+        """A fake in a storage of its own."""
+        with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+            element = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+            if device not in self.first:
+                self.first[device] = FakeTensor(self.mode, element, device)
+            fake: FakeTensor = Tensor._make_subclass(  # type: ignore[attr-defined]
+                FakeTensor, element, False, dispatch_device=True, device_for_backend_keys=device
+            )
+        fake.__dict__.update(self.first[device].__dict__)
+        torch._C._set_throw_on_mutable_data_ptr(fake)  # type: ignore[attr-defined]
+        return fake
+
+    def make_parameter(self, fake: FakeTensor) -> None:
+        """Let a fake pass for an ``nn.Parameter``; that class would make another tensor of it."""
+        fake._is_param = True  # type: ignore[attr-defined]
+
+
+DEVICE_QUESTION = torch.ops.prim.device.default
+"""What C++ asks of a fake tensor thousands of times in a step; ``fake_device`` is the answer."""
 
 
 _LSTM_WORKSPACES: dict[str, int] = {}

@@ -12,7 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxckpt import _torch
 
-__all__ = ["RealConstants"]
+__all__ = ["TRACED", "RealConstants"]
+
+TRACED = object()
 
 # A larger constant would take more memory between the steps than it is worth.
 LIMIT_BYTES = 2**20
@@ -46,6 +48,22 @@ class RealConstants(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        result = self.attempt(func, tensors, args, kwargs)
+        return func(*args, **kwargs) if result is TRACED else result
+
+    @staticmethod
+    def may_concern(func: Any, tensors: list[Tensor]) -> bool:
+        """Whether :meth:`attempt` may compute a call that reads no constant."""
+        return not tensors or func._overloadpacket.__name__ in _LIKE
+
+    def attempt(self, func: Any, tensors: list[Tensor], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Result of a call, computed for real; ``TRACED`` if the call has to be traced.
+
+        Args:
+            func: the operator.
+            tensors: those among its arguments.
+            args, kwargs: all of its arguments.
+        """
         real = self._call(func, tensors, args, kwargs)
         if real is not None and self._is_small(*real):
             function, args, kwargs = real
@@ -57,7 +75,7 @@ class RealConstants(TorchDispatchMode):
         if constants and func._schema.is_mutable:
             raise RuntimeError("forward writes to a constant")
         self.read.update(_torch.storage_key(tensor) for tensor in constants)
-        return func(*args, **kwargs)
+        return TRACED
 
     def _call(self, func: Any, tensors: list[Tensor], args: Any, kwargs: dict[str, Any]) -> RealCall | None:
         """The operator as a call on constants or on nothing; None if it has to be traced."""

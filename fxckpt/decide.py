@@ -13,14 +13,15 @@ from fxckpt.passes.bound import bound
 from fxckpt.passes.cuts import cuts
 from fxckpt.passes.dp import dp
 from fxckpt.passes.menu import menu
-from fxckpt.passes.schedule import schedule
 from fxckpt.passes.simulate import simulate
 from fxckpt.passes.sqrtn import sqrtn
 from fxckpt.plan import Chain, Frontier, Graph, Plan, Program, Segment, Timeline
+from fxckpt.search import Candidate, Search, simulated
 from fxckpt.units import GIB, format_bytes
 
-__all__ = ["Candidate", "Decision", "Goal", "Options", "Search", "decide", "fingerprint", "simulated"]
+__all__ = ["Decision", "Goal", "Options", "fingerprint"]
 
+SLACK = 0.02  # plans from other sizes may be this much dearer, as a fraction of the plain step
 MAX_SPLITS = 8  # a model with more differentiable outputs (a cache for each layer) is not cut at each of them
 
 
@@ -67,32 +68,11 @@ class Decision:
     seconds: list[tuple[str, float]] = field(default_factory=list)
     bound_seconds: float | None = None
 
-
-def decide(graph: Graph, goal: Goal, tangents: frozenset[int]) -> Decision:
-    """Find the cheapest plan of ``goal.strategy`` whose simulated peak is within the budget.
-
-    Args:
-        graph: the joint graph with costs.
-        goal: strategy and budget.
-        tangents: slots of outputs that get a gradient.
-
-    Raises:
-        BudgetInfeasibleError: no plan fits.
-        PlanMismatchError: ``goal.plan`` belongs to another graph.
-    """
-    options = Options(graph, goal, tangents)
-    limit = None if goal.plan is not None else goal.limit
-    find = options.search.first if limit is None else options.search.cheapest_within
-    chosen = options.clock.run("schedule", find, limit or 0)
-    smallest = options.search.smallest()
-    if chosen is None and not goal.best_effort:
-        raise _infeasible(goal, graph, *smallest)
-    if chosen is None:
-        warnings.warn(
-            f"no plan fits {format_bytes(goal.budget_bytes or 0)}; taking the smallest peak, "
-            f"{format_bytes(smallest[2].peak_bytes)}", stacklevel=2,
-        )  # fmt: skip
-    return options.settle(chosen or smallest)
+    @property
+    def gap(self) -> float:
+        """Recomputation beyond what no schedule can avoid, as a fraction of the plain step's time; 0 if unknown."""
+        beyond = 0.0 if self.bound_seconds is None else self.timeline.recompute_seconds - self.bound_seconds
+        return beyond / self.plain.plain_seconds if self.plain.plain_seconds else 0.0
 
 
 class Options:
@@ -103,14 +83,34 @@ class Options:
         plain: the step without recomputation.
     """
 
-    def __init__(self, graph: Graph, goal: Goal, tangents: frozenset[int]) -> None:
+    def __init__(self, graph: Graph, goal: Goal, tangents: frozenset[int], first: Options | None = None) -> None:
+        """
+        Args:
+            graph: the joint graph with costs.
+            goal: strategy and budget.
+            tangents: slots of outputs that get a gradient.
+            first: options of the same graph at other sizes, whose candidates are to be taken over.
+
+        Raises:
+            PlanMismatchError: ``goal.plan`` belongs to another graph.
+        """
         self.graph, self.goal, self.tangents = graph, goal, tangents
+        self.moments = 6 if first is None else 2  # of backward that the bound looks at
         clock = self.clock = Clock()
+        self.decision: Decision | None = None
         self.held = _without_unused_outputs(graph, tangents)
-        self.chain = clock.run("cuts", cuts, self.held)
         self.fingerprint = fingerprint(graph)
+        self.chain: Chain
+        self.plain_program: Program
+        self.search: Search
+        if first is not None:
+            self.chain, self.plain_program = first.chain, first.plain_program
+            self.plain = clock.run("simulate", simulate, graph, self.plain_program, tangents)
+            self.search = first.search.at_sizes(graph)
+            return
+        self.chain = clock.run("cuts", cuts, self.held)
         keep_all = _keep_everything(graph, self.chain)
-        self.plain = clock.run("simulate", simulated, graph, keep_all, tangents)[1]
+        self.plain_program, self.plain = clock.run("simulate", simulated, graph, keep_all, tangents)
         if goal.plan is not None:
             if goal.plan.fingerprint not in ("", self.fingerprint):
                 raise PlanMismatchError("the plan was made for another model or another input signature")
@@ -120,6 +120,42 @@ class Options:
             frontier = clock.run(goal.strategy, _candidates, goal.strategy, self.held, self.chain, keep_all)
         plans = tuple(_split_at_outputs(graph, plan) for plan in frontier.plans)
         self.search = Search(graph, plans, tangents, ordered=goal.strategy != "sqrtn")
+
+    def decide(self) -> Decision:
+        """The cheapest plan whose simulated peak is within the budget.
+
+        Raises:
+            BudgetInfeasibleError: no plan fits.
+        """
+        goal = self.goal
+        chosen, smallest = self._chosen(), self.search.smallest()
+        if chosen is None and not goal.best_effort:
+            raise _infeasible(goal, self.graph, *smallest)
+        if chosen is None:
+            warnings.warn(
+                f"no plan fits {format_bytes(goal.budget_bytes or 0)}; taking the smallest peak, "
+                f"{format_bytes(smallest[2].peak_bytes)}", stacklevel=2,
+            )  # fmt: skip
+        self.decision = self.settle(chosen or smallest)
+        return self.decision
+
+    def decide_within(self, gap: float) -> Decision | None:
+        """Like :meth:`decide`; None if no plan fits, or if it is further from the bound than ``gap`` and a little."""
+        chosen = self._chosen()
+        if chosen is None:
+            return None
+        decision = self.settle(chosen)
+        return decision if decision.gap <= gap + SLACK else None
+
+    def serve(self, goal: Goal, tangents: frozenset[int]) -> bool:
+        """Whether the candidates are good for ``goal`` at other sizes."""
+        same = self.tangents == tangents and self.goal.strategy == goal.strategy
+        return same and self.decision is not None and self.goal.plan is None and goal.plan is None
+
+    def _chosen(self) -> Candidate | None:
+        limit = None if self.goal.plan is not None else self.goal.limit
+        find = self.search.first if limit is None else self.search.cheapest_within
+        return self.clock.run("schedule", find, limit or 0)
 
     def settle(self, candidate: Candidate) -> Decision:
         """The decision for one of the candidates."""
@@ -135,19 +171,10 @@ class Options:
         smallest = self.search.smallest()[2].peak_bytes
         least = None
         if goal.limit is not None and goal.strategy == "dp":
-            least = self.clock.run("bound", bound, self.held, max(goal.limit, plan.peak_bytes))
+            least = self.clock.run("bound", bound, self.held, max(goal.limit, plan.peak_bytes), self.moments)
         return Decision(
             graph, self.chain, plan, program, timeline, self.plain, smallest, self.tangents, self.clock.seconds, least
         )  # fmt: skip
-
-
-Candidate = tuple[Plan, Program, Timeline]
-
-
-def simulated(graph: Graph, plan: Plan, tangents: frozenset[int]) -> tuple[Program, Timeline]:
-    """``plan`` lowered, and the timeline of that."""
-    program = schedule(graph, plan, tangents)
-    return program, simulate(graph, program, tangents)
 
 
 def _candidates(strategy: str, graph: Graph, chain: Chain, keep_all: Plan) -> Frontier:
@@ -157,63 +184,6 @@ def _candidates(strategy: str, graph: Graph, chain: Chain, keep_all: Plan) -> Fr
         return sqrtn(graph, chain)
     frontier = dp(graph, chain, menu(graph, chain))
     return Frontier((dataclasses.replace(keep_all, strategy="dp"), *frontier.plans))
-
-
-class Search:
-    """Finds the cheapest of the candidates that fits, simulating few of them.
-
-    Candidates come cheapest first, and with falling price the simulated peak rises, all but exactly: the search halves
-    the list and then looks at the neighbours on both sides. The last few candidates are always looked at before a
-    budget is refused, so that the smallest peak among them is a budget that succeeds.
-    """
-
-    AROUND = 4
-    LAST = 8
-
-    def __init__(self, graph: Graph, plans: tuple[Plan, ...], tangents: frozenset[int], ordered: bool = True) -> None:
-        self.graph, self.plans, self.tangents = graph, plans, tangents
-        self.ordered = ordered
-        self.known: dict[int, Candidate] = {}
-
-    def at(self, index: int) -> Candidate:
-        """Candidate ``index``, simulated."""
-        if index not in self.known:
-            plan = self.plans[index]
-            self.known[index] = (plan, *simulated(self.graph, plan, self.tangents))
-        return self.known[index]
-
-    def fits(self, index: int, limit: int) -> bool:
-        """Whether the peak of candidate ``index`` is at most ``limit`` bytes."""
-        return self.at(index)[2].peak_bytes <= limit
-
-    def first(self, _: int) -> Candidate:
-        """The candidate that the strategy prefers."""
-        return self.at(0)
-
-    def cheapest_within(self, limit: int) -> Candidate | None:
-        """The cheapest candidate found whose peak is at most ``limit`` bytes."""
-        if not self.ordered:
-            fitting = [self.at(index) for index in range(len(self.plans)) if self.fits(index, limit)]
-            return min(fitting, key=lambda c: (c[2].recompute_seconds, c[2].peak_bytes), default=None)
-        low, high = 0, len(self.plans)
-        while low < high:
-            middle = (low + high) // 2
-            if self.fits(middle, limit):
-                high = middle
-            else:
-                low = middle + 1
-        near = range(max(0, low - self.AROUND), min(len(self.plans), low + self.AROUND + 1))
-        last = range(max(0, len(self.plans) - self.LAST), len(self.plans))
-        for group in (near, last):
-            fitting = [self.at(index) for index in group if self.fits(index, limit)]
-            if fitting:
-                return min(fitting, key=lambda c: (c[2].recompute_seconds, c[2].peak_bytes))
-        return None
-
-    def smallest(self) -> Candidate:
-        """The candidate with the smallest peak among the last ones (among all, if they come in no order)."""
-        last = range(max(0, len(self.plans) - self.LAST) if self.ordered else 0, len(self.plans))
-        return min((self.at(index) for index in last), key=lambda c: (c[2].peak_bytes, c[2].recompute_seconds))
 
 
 def _infeasible(goal: Goal, graph: Graph, plan: Plan, program: Program, timeline: Timeline) -> BudgetInfeasibleError:

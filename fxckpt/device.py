@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,18 @@ from torch.utils.flop_counter import flop_registry
 
 from fxckpt.errors import InvalidArgumentError
 
-__all__ = ["DEVICES", "Device", "estimate_device", "find_device", "is_view", "op_seconds", "op_work"]
+__all__ = [
+    "DEVICES",
+    "HALF",
+    "Device",
+    "estimate_device",
+    "find_device",
+    "is_half",
+    "is_view",
+    "op_seconds",
+    "op_work",
+    "roofline_seconds",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +51,7 @@ class Device:
     launch_seconds: float
 
 
+HALF = (torch.bfloat16, torch.float16)
 _SHARE = 0.7
 DEVICES = {
     "a100": Device("a100", _SHARE * 19.5e12, _SHARE * 312e12, _SHARE * 2.0e12, 4e-6),
@@ -144,10 +156,20 @@ def _touched(tensor: Tensor) -> int:
 
 
 def op_seconds(func: Any, args: Any, kwargs: Any, out: Any, device: Device) -> float:
-    """Roofline time of one call: the longer of compute and memory traffic, plus the launch. Seconds."""
+    """Roofline time of one call. Seconds; arguments as in :func:`op_work`."""
     if is_view(func):
         return 0.0
     flops, moved = op_work(func, args, kwargs, out)
-    half = any(tensor.dtype in (torch.bfloat16, torch.float16) for tensor in _tensors(args, out))
-    rate = device.half_flops if half else device.flops
-    return max(flops / rate, moved / device.bandwidth) + device.launch_seconds
+    return roofline_seconds(device, flops, moved, is_half(_tensors(args, out)))
+
+
+def is_half(tensors: Iterable[Any]) -> bool:
+    """Whether a tensor of a 2-byte floating type is among them."""
+    return any(isinstance(one, Tensor) and one.dtype in HALF for one in tensors)
+
+
+def roofline_seconds(device: Device, flops: int, moved_bytes: int, half: bool) -> float:
+    """The longer of compute and memory traffic, plus the launch."""
+    return max(flops / (device.half_flops if half else device.flops), moved_bytes / device.bandwidth) + (
+        device.launch_seconds
+    )

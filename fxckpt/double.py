@@ -87,7 +87,7 @@ class DoubleReplay:
         return entering, outputs
 
     def _compute(self, node: fx.Node, env: Env) -> None:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: env[source])
+        args, kwargs = fx.node.map_arg(self.joint.arguments(node), lambda source: env[source])
         if str(node.target) in UPDATING_NORMS and len(args) > 5 and args[5] is True:
             args = (*args[:3], None, None, *args[5:])
         result = node.target(*args, **kwargs)  # type: ignore[operator]
@@ -110,9 +110,11 @@ class DoubleReplay:
             local: Env = dict(env)
             for read in reads:
                 total = joint.sums[read]
-                local[total] = grad if read == slot else torch.zeros_like(total.meta["val"], device=grad.device)
+                local[total] = (
+                    grad if read == slot else grad.new_zeros(joint.shape(total), dtype=total.meta["val"].dtype)
+                )
             for step in backward:
-                args, kwargs = fx.node.map_arg((step.args, step.kwargs), lambda source: local[source])
+                args, kwargs = fx.node.map_arg(joint.arguments(step), lambda source: local[source])
                 local[step] = step.target(*args, **kwargs)  # type: ignore[operator]
             return tuple(local[part] for _, part in targets)
 

@@ -32,6 +32,7 @@ class Functional:
         outputs: new node of each of the trace's outputs, at the end.
         gradients: new node of each gradient at the moment when it was complete.
         writes: new nodes that write to inputs: ``copy_``, or the in-place form of what made the new value.
+        plain: the graph is the trace's own, with functional operators in the place of those that write.
     """
 
     module: fx.GraphModule
@@ -42,6 +43,7 @@ class Functional:
     outputs: list[fx.Node]
     gradients: dict[Question, fx.Node]
     writes: set[fx.Node] = field(default_factory=set)
+    plain: bool = False
 
 
 def run_functional(trace: Trace) -> Functional:
@@ -88,7 +90,9 @@ def _plain_writes(trace: Trace) -> dict[fx.Node, Any] | None:
             continue
         form = functional_form(node.target)
         maker = target.args[0] if target.target is operator.getitem else target
-        if form is None or is_alias(form) or not isinstance(maker, fx.Node) or maker.op != "call_function":
+        if form is None or not isinstance(maker, fx.Node) or maker.op != "call_function":
+            return None
+        if is_alias(form) and torch.Tag.inplace_view not in node.target.tags:
             return None
         if is_alias(maker.target) and maker not in found:
             return None
@@ -103,7 +107,8 @@ def _as_it_is(trace: Trace, writes: dict[fx.Node, Any]) -> Functional:
     for node, form in writes.items():
         if form is not None:
             node.target = form
-            _give_storage(node.args[0])  # type: ignore[arg-type]  # the result keeps the one that later views share
+            if not is_alias(form):
+                _give_storage(node.args[0])  # type: ignore[arg-type]  # the result keeps the one that later views share
     gradients: dict[Question, fx.Node] = {}
     for record in trace.records:
         for place, total in enumerate(record.totals):
@@ -115,7 +120,7 @@ def _as_it_is(trace: Trace, writes: dict[fx.Node, Any]) -> Functional:
         module=trace.graph_module, graph=graph, origin=dict(nodes), value={node: node for node in graph.nodes},
         edges={nodes[argument]: edge for (_, argument), edge in trace.edges.items()},
         outputs=list(trace.output_nodes), gradients=gradients,
-        writes={node for node, form in writes.items() if form is None},
+        writes={node for node, form in writes.items() if form is None}, plain=True,
     )  # fmt: skip
 
 

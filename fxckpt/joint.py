@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+
+from fxckpt.tape import Result, Tape, put_in
 
 __all__ = [
     "UPDATING_NORMS",
@@ -17,8 +20,10 @@ __all__ = [
     "JointGraph",
     "RegionInput",
     "Trace",
+    "allocated_bytes",
     "bernoulli_like",
     "device_of",
+    "fixed_parts",
     "functional_form",
     "inplace_form",
     "is_alias",
@@ -90,6 +95,7 @@ class Trace:
         edges: (consumer node name, argument node name) -> edge of the argument as the consumer saw it.
         places: node name -> (module path, ``file:line``).
         records: autograd nodes in execution order.
+        tape: every operator call, for comparing another call of the module with this one.
     """
 
     graph_module: fx.GraphModule
@@ -105,6 +111,7 @@ class Trace:
     edges: dict[tuple[str, str], Edge]
     places: dict[str, tuple[str, str]]
     records: list[GradRecord]
+    tape: Tape
 
 
 @dataclass
@@ -132,6 +139,10 @@ class JointGraph:
         output: the module's output with fake tensors as leaves; ``fakes`` lists them in the order of ``outputs``.
         assigned: (module path, attribute, value) for attributes that forward set.
         places: node name -> (module path, ``file:line``).
+        tape: operator calls of the trace.
+        origin: node name -> node of the trace that it is a copy of; empty if functionalization ran the trace again.
+        plain: of a graph that was resized, the arguments of those nodes for which numbers among them have changed.
+        described: of a graph that was resized, what its nodes and sums look like; ``meta`` tells the first sizes.
     """
 
     graph: fx.Graph
@@ -153,6 +164,10 @@ class JointGraph:
     fakes: list[Tensor]
     assigned: list[tuple[str, str, Any]]
     places: dict[str, tuple[str, str]]
+    tape: Tape
+    origin: dict[str, str]
+    plain: dict[fx.Node, tuple[Any, ...]] = field(default_factory=dict)
+    described: dict[fx.Node, Result] = field(default_factory=dict)
 
     @functools.cached_property
     def index(self) -> dict[fx.Node, int]:
@@ -161,11 +176,13 @@ class JointGraph:
 
     def arguments(self, node: fx.Node) -> tuple[Any, Any]:
         """Positional and keyword arguments of a node."""
-        return node.args, node.kwargs
+        plain = self.plain.get(node)
+        return (node.args, node.kwargs) if plain is None else put_in(node.args, node.kwargs, plain)
 
     def shape(self, node: fx.Node) -> tuple[int, ...]:
         """Sizes of a node's tensor."""
-        return tuple(node.meta["val"].shape)
+        described = self.described.get(node)
+        return tuple(node.meta["val"].shape) if described is None else described.shape  # type: ignore[union-attr]
 
 
 def remembered(joint: JointGraph) -> list[int]:
@@ -179,6 +196,34 @@ def remembered(joint: JointGraph) -> list[int]:
 
 def _is_read(joint: JointGraph, node: fx.Node) -> bool:
     return any("batch_norm" not in str(user.target) and user not in joint.writes for user in node.users)
+
+
+CUDA_BLOCK = 512  # the caching allocator hands out multiples of 512 bytes
+
+
+def allocated_bytes(size: int, device: torch.device) -> int:
+    """Bytes that the allocator of ``device`` hands out for ``size`` bytes."""
+    return -(-size // CUDA_BLOCK) * CUDA_BLOCK if device.type == "cuda" else size
+
+
+def fixed_parts(
+    joint: JointGraph, storages: Sequence[tuple[int, ...]], sizes: Sequence[int]
+) -> tuple[tuple[str, int], ...]:
+    """Bytes of the region's inputs by kind, each storage once, and of copies of those that forward changes.
+
+    Args:
+        joint: the graph.
+        storages: those of each input.
+        sizes: bytes of each storage.
+    """
+    parts = {"parameters": 0, "buffers": 0, "inputs": 0}
+    names = {"parameter": "parameters", "argument": "inputs"}
+    seen: set[int] = set()
+    for entry, own in zip(joint.inputs, storages, strict=True):
+        parts[names.get(entry.kind, "buffers")] += sum(sizes[storage] for storage in set(own) - seen)
+        seen.update(own)
+    parts["buffers"] += sum(sizes[storage] for index in remembered(joint) for storage in storages[index])
+    return tuple(parts.items())
 
 
 def device_of(node: fx.Node) -> torch.device:

@@ -12,18 +12,20 @@ import torch
 from torch import fx, nn
 
 from fxckpt.clock import Clock
-from fxckpt.decide import Decision
+from fxckpt.decide import Decision, Goal, Options
 from fxckpt.device import Device
 from fxckpt.joint import JointGraph
 from fxckpt.passes.capture import capture
 from fxckpt.passes.cost import cost
 from fxckpt.passes.functionalize import functionalize
+from fxckpt.passes.retrace import retrace
 from fxckpt.passes.rewrite import rewrite
 from fxckpt.passes.schedule import schedule
 from fxckpt.plan import Graph, Plan, SegmentProgram
+from fxckpt.resize import Blueprint, Resized, Unlike
 from fxckpt.workspace import measure_workspaces
 
-__all__ = ["Captured", "build_graph", "capture_region", "emit"]
+__all__ = ["Captured", "build_graph", "capture_region", "choose", "emit", "resize_region"]
 
 log = logging.getLogger(__name__)
 _CAPTURING = threading.RLock()  # a trace replaces a few functions of torch for its time
@@ -31,12 +33,26 @@ _CAPTURING = threading.RLock()  # a trace replaces a few functions of torch for 
 
 @dataclass(slots=True)
 class Captured:
-    """A region's joint graph; all plans for one input signature share it."""
+    """A region's joint graph; all plans for one input signature share it.
+
+    Attributes:
+        graph: its costs, of the first plan.
+        options: candidate plans of the first plan.
+        resized: of a region that was captured at other sizes before, where graph and costs come from.
+        first: the region at those sizes.
+        seen: what operators made of their arguments while the module was followed at other sizes.
+    """
 
     joint: JointGraph
     clock: Clock
     tangents: frozenset[int] = frozenset()
     workspaces: dict[str, int] = field(default_factory=dict)
+    graph: Graph | None = None
+    options: Options | None = None
+    resized: Resized | None = None
+    first: Captured | None = None
+    seen: dict[Any, Any] = field(default_factory=dict)
+    blueprint: Blueprint | None = None
 
 
 def capture_region(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
@@ -70,9 +86,59 @@ def _likely_tangents(joint: JointGraph) -> frozenset[int]:
     return frozenset(scalars if len(scalars) == 1 else slots)
 
 
-def build_graph(captured: Captured, device: Device, **options: Any) -> Graph:
-    """Score the captured graph; ``options`` go to the cost pass."""
-    return captured.clock.run("cost", cost, captured.joint, device, workspaces=captured.workspaces, **options)
+def resize_region(
+    first: Captured, device: Device, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Captured | None:
+    """The region ``first`` for inputs of other sizes, in a fraction of the time of a capture.
+
+    Returns:
+        None if ``module`` does something else for these inputs than the same operators with other numbers.
+    """
+    clock = Clock()
+    try:
+        if first.blueprint is None:
+            if first.graph is None:
+                return None
+            first.blueprint = clock.run("blueprint", Blueprint, first.joint, first.graph)
+        with _CAPTURING:
+            sizes = clock.run("retrace", retrace, first.joint.tape, first.seen, module, args, kwargs)
+        if sizes is None:
+            return None
+        found = clock.run("resize", Resized, first.blueprint, sizes, device)
+    except Unlike as error:
+        log.debug("cannot be resized: %s", error)
+        return None
+    return Captured(found.joint, clock, first.tangents, resized=found, first=first)
+
+
+def build_graph(
+    captured: Captured, device: Device, *, fresh_gradients: bool, extra_fixed: tuple[tuple[str, int], ...] = (),
+    seconds: dict[str, float] | None = None,
+) -> Graph:  # fmt: skip
+    """Score the captured graph; arguments as for the cost pass."""
+    options: dict[str, Any] = {"fresh_gradients": fresh_gradients, "extra_fixed": extra_fixed}
+    if captured.resized is not None:
+        return captured.clock.run("cost", captured.resized.graph, **options)
+    workspaces, joint = captured.workspaces, captured.joint
+    graph = captured.clock.run("cost", cost, joint, device, workspaces=workspaces, seconds=seconds, **options)
+    captured.graph = captured.graph or graph
+    return graph
+
+
+def choose(captured: Captured, graph: Graph, goal: Goal) -> Decision:
+    """Decide for ``graph``; a resized one takes the candidate plans over from the first sizes if they serve.
+
+    Raises:
+        BudgetInfeasibleError: no plan fits.
+    """
+    first = captured.first.options if captured.first is not None else None
+    if first is not None and first.decision is not None and first.serve(goal, captured.tangents):
+        decision = Options(graph, goal, captured.tangents, first).decide_within(first.decision.gap)
+        if decision is not None:
+            return decision
+    options = Options(graph, goal, captured.tangents)
+    captured.options = captured.options or options
+    return options.decide()
 
 
 def emit(captured: Captured, decision: Decision) -> fx.GraphModule:

@@ -15,15 +15,16 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from fxckpt import _torch
+from fxckpt.captures import Captures
 from fxckpt.clock import without_collection
-from fxckpt.decide import Decision, Goal, Options, decide, fingerprint
+from fxckpt.decide import Decision, Goal, Options, fingerprint
 from fxckpt.device import Device
 from fxckpt.double import DoubleReplay
-from fxckpt.errors import CaptureError, FxckptError, PassError, VerificationError
+from fxckpt.errors import BudgetInfeasibleError, CaptureError, FxckptError, VerificationError
 from fxckpt.guard import Guard
 from fxckpt.joint import JointGraph
 from fxckpt.measure import compare_steps
-from fxckpt.pipeline import Captured, build_graph, capture_region, emit
+from fxckpt.pipeline import Captured, build_graph, choose, emit
 from fxckpt.plan import Plan
 from fxckpt.regions import Regions, RegionUse, combined_plan, thin
 from fxckpt.report import Report, build_report
@@ -137,7 +138,7 @@ class Planner:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.outcomes: OrderedDict[Any, Outcome] = OrderedDict()
-        self.captures: OrderedDict[Any, tuple[Captured, ModuleState]] = OrderedDict()
+        self.captures = Captures(settings.device, settings.max_signatures)
         self.regions: Regions | None = None
         self.lock = threading.RLock()
         self.latest: Outcome | None = None
@@ -213,7 +214,7 @@ class Planner:
         assert entry is not None
         with self.lock:
             self.tried |= {entry.arrived(), entry.decision.tangents}
-            self.captures[call.structure][0].tangents = entry.arrived()
+            self.captures.known[call.structure][0].tangents = entry.arrived()
             self.outcomes.pop(call.key, None)
             if self.latest is outcome:
                 self.latest = None
@@ -251,7 +252,7 @@ class Planner:
             asked = CaptureError("asked to leave modules out", reason="as asked")
             return self._plan_regions(model, args, kwargs, asked)
         try:
-            captured, state = self._captured(model, args, kwargs, call)
+            captured, state = self.captures.get(model, args, kwargs, call)
         except CaptureError as error:
             return self._plan_regions(model, args, kwargs, error)
         graph = build_graph(
@@ -261,34 +262,26 @@ class Planner:
         goal = self._goal(model, _inputs_text(captured.joint))
         if goal.plan is not None and self.planned and goal.plan.fingerprint != fingerprint(graph):
             goal = replace(goal, plan=None)  # a given plan is for the first kind of input, with or without gradients
-        decision = decide(graph, goal, captured.tangents)
+        try:
+            decision = choose(captured, graph, goal)
+        except BudgetInfeasibleError:
+            if captured.first is None:
+                raise
+            self.captures.forget(call)  # estimates from other sizes are from above: look at these themselves
+            return self._plan(model, args, kwargs, call)
         self.planned = True
         entry = Entry(captured, decision, emit(captured, decision), state)
         report = _report(type(model).__name__, captured, decision)
         return self._done(model, Outcome(decision.plan, report, entry))
 
     def _seconds(self, captured: Captured) -> dict[str, float]:
-        return measure_seconds(captured.joint) if self.settings.measure else {}
+        return measure_seconds(captured.joint) if self.settings.measure and captured.first is None else {}
 
     def _done(self, model: nn.Module, outcome: Outcome) -> Outcome:
         log.info("planned %s: peak %d bytes", type(model).__name__, outcome.plan.peak_bytes)
         if self.settings.verbose:
             print(outcome.report)
         return outcome
-
-    def _captured(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call
-    ) -> tuple[Captured, ModuleState]:
-        known = self.captures.get(call.structure)
-        if known is None:
-            try:
-                known = capture_region(module, args, kwargs), ModuleState.collect(module)
-            except PassError as error:
-                raise CaptureError(str(error), reason=str(error)) from error
-            self.captures[call.structure] = known
-            while len(self.captures) > 4 * self.settings.max_signatures:
-                self.captures.popitem(last=False)
-        return known
 
     def _goal(self, model: nn.Module, inputs: str) -> Goal:
         settings = self.settings
@@ -334,7 +327,7 @@ class Planner:
         if any(has_hooks(child, PURE_HOOKS[:1]) for child in module.modules() if child is not module):
             # A hook of a library may be idle now and active in a later call, for reasons that lie outside the region.
             raise CaptureError(f"a module in {path!r} carries hooks", module=path, reason="hooks on a submodule")
-        captured, state = self._captured(module, args, kwargs, call)
+        captured, state = self.captures.get(module, args, kwargs, call)
         graph = build_graph(
             captured, self.settings.device, fresh_gradients=not call.has_gradients, seconds=self._seconds(captured)
         )
@@ -390,6 +383,6 @@ def _inputs_text(joint: JointGraph) -> str:
     texts = []
     for entry, node in zip(joint.inputs, joint.nodes, strict=False):
         if entry.kind == "argument":
-            value = node.meta["val"]
-            texts.append("x".join(map(str, value.shape)) + " " + str(value.dtype).removeprefix("torch."))
+            kind = str(node.meta["val"].dtype).removeprefix("torch.")
+            texts.append("x".join(map(str, joint.shape(node))) + " " + kind)
     return ", ".join(texts[:3]) + (", ..." if len(texts) > 3 else "")

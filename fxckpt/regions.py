@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxckpt.decide import Candidate, Decision, Goal, Options
+from fxckpt.decide import Decision, Goal, Options
 from fxckpt.errors import BudgetInfeasibleError, CaptureError, FxckptError
 from fxckpt.ledger import Ledger, Stretch
 from fxckpt.plan import Graph, Plan, Program
+from fxckpt.search import Candidate
 from fxckpt.signature import Call
 from fxckpt.units import GIB, format_bytes
 

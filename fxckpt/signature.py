@@ -24,13 +24,14 @@ class Call:
         leaves: flat inputs.
         key: hashable; calls with equal keys run the same graph.
         structure: like ``key`` without what only changes the plan, not the captured graph (existing gradients).
+        form: like ``structure`` without the sizes of the inputs.
         has_gradients: every parameter that requires grad has a ``.grad``.
     """
 
-    __slots__ = ("has_gradients", "key", "leaves", "structure")
+    __slots__ = ("form", "has_gradients", "key", "leaves", "structure")
 
-    def __init__(self, leaves: list[Any], structure: Hashable, has_gradients: bool) -> None:
-        self.leaves, self.structure, self.has_gradients = leaves, structure, has_gradients
+    def __init__(self, leaves: list[Any], structure: Hashable, form: Hashable, has_gradients: bool) -> None:
+        self.leaves, self.structure, self.form, self.has_gradients = leaves, structure, form, has_gradients
         self.key = (structure, has_gradients)
 
 
@@ -48,20 +49,24 @@ def read_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     leaves, spec = pytree.tree_flatten((args, kwargs))
     first: dict[int, int] = {}
     parts: list[Any] = [spec]
+    forms: list[Any] = [spec]
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
             if leaf.is_nested:
                 raise CaptureError("an input is a nested tensor", reason="nested tensor")
             parts.append((first.setdefault(id(leaf), index), describe(leaf)))
+            forms.append((first[id(leaf)], leaf.dim(), *describe(leaf)[2:]))
         else:
             parts.append(_plain(leaf))
+            forms.append(parts[-1])
     reader = _ModelReader()
     reader.visit(model)
-    structure = (tuple(parts), tuple(reader.parts), autocast_state())
-    return Call(leaves, structure, reader.with_gradient > 0 and reader.without_gradient == 0)
+    model_parts, autocast = tuple(reader.parts), autocast_state()
+    structure, form = (tuple(parts), model_parts, autocast), (tuple(forms), model_parts, autocast)
+    return Call(leaves, structure, form, reader.with_gradient > 0 and reader.without_gradient == 0)
 
 
-def describe(tensor: Tensor) -> Hashable:
+def describe(tensor: Tensor) -> tuple[Hashable, ...]:
     """What of a tensor the captured graph depends on."""
     stride = tensor.stride() if tensor.layout is torch.strided else None
     return tensor.shape, stride, tensor.dtype, tensor.device, tensor.requires_grad, type(tensor)

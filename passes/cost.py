@@ -9,14 +9,21 @@ import torch
 from torch import Tensor, fx
 
 from fxckpt import _torch
-from fxckpt.device import Device, is_view, op_work
-from fxckpt.joint import UPDATING_NORMS, JointGraph, bernoulli_like, inplace_form, is_alias, remembered
+from fxckpt.device import Device, is_half, is_view, op_work, roofline_seconds
+from fxckpt.joint import (
+    UPDATING_NORMS,
+    JointGraph,
+    allocated_bytes,
+    bernoulli_like,
+    fixed_parts,
+    inplace_form,
+    is_alias,
+)
 from fxckpt.plan import GradNode, Graph, Node, Slot
 
 __all__ = ["cost"]
 
 aten = torch.ops.aten
-CUDA_BLOCK = 512  # the caching allocator hands out multiples of 512 bytes
 
 
 def cost(
@@ -52,7 +59,6 @@ class _Costs:
         self.index = joint.index
         self.storage_of: dict[int, int] = {}
         self.bytes: list[int] = []
-        self.input_storages: set[int] = set()
         self.forward = set(joint.forward)
         self.mutated = {self._storages(node)[0] for node in joint.mutated if self._storages(node)}
         self.read_by_backward = self._read_by_backward()
@@ -75,16 +81,14 @@ class _Costs:
         key = _torch.storage_key(value)
         if key not in self.storage_of:
             self.storage_of[key] = len(self.bytes)
-            size = int(value.untyped_storage().nbytes())
-            if value.device.type == "cuda":
-                size = -(-size // CUDA_BLOCK) * CUDA_BLOCK
-            self.bytes.append(size)
+            self.bytes.append(allocated_bytes(int(value.untyped_storage().nbytes()), value.device))
         return self.storage_of[key]
 
     def graph(self, fresh_gradients: bool, extra_fixed: tuple[tuple[str, int], ...]) -> Graph:
         joint = self.joint
-        fixed = self._fixed() + extra_fixed
-        known = set(self.input_storages)
+        given = [self._storages(node) for node in joint.nodes[: len(joint.inputs)]]
+        known = {storage for storages in given for storage in storages}
+        fixed = fixed_parts(joint, given, self.bytes) + extra_fixed
         nodes = []
         for node in joint.nodes:
             storages = self._storages(node)
@@ -112,20 +116,6 @@ class _Costs:
             tensor.device.type for node in self.joint.forward if isinstance(tensor := node.meta.get("val"), Tensor)
         }
         return torch.get_rng_state().numel() if kinds <= {"cpu"} else 0
-
-    def _fixed(self) -> tuple[tuple[str, int], ...]:
-        """Bytes of the region's inputs, each storage once, by kind."""
-        placeholders = [node for node in self.joint.nodes if node.op == "placeholder"]
-        parts = {"parameters": 0, "buffers": 0, "inputs": 0}
-        names = {"parameter": "parameters", "argument": "inputs"}
-        for node, entry in zip(placeholders, self.joint.inputs, strict=False):
-            for storage in self._storages(node):
-                if storage not in self.input_storages:
-                    self.input_storages.add(storage)
-                    parts[names.get(entry.kind, "buffers")] += self.bytes[storage]
-        for index in remembered(self.joint):
-            parts["buffers"] += sum(self.bytes[storage] for storage in self._storages(placeholders[index]))
-        return tuple(parts.items())
 
     def _node(self, node: fx.Node, storages: tuple[int, ...], new: tuple[int, ...]) -> Node:
         module, source = self.joint.places.get(node.name, ("", ""))
@@ -157,10 +147,8 @@ class _Costs:
             return self.seconds[node.name]
         if is_view(node.target):
             return 0.0
-        values = [node.meta.get("val"), *(source.meta.get("val") for source in node.all_input_nodes)]
-        half = any(isinstance(v, Tensor) and v.dtype in (torch.bfloat16, torch.float16) for v in values)
-        rate = self.device.half_flops if half else self.device.flops
-        return max(flops / rate, moved / self.device.bandwidth) + self.device.launch_seconds
+        half = is_half([node.meta.get("val"), *(source.meta.get("val") for source in node.all_input_nodes)])
+        return roofline_seconds(self.device, flops, moved, half)
 
     def _statistics(self, node: fx.Node) -> tuple[fx.Node, ...]:
         """Running statistics that a normalisation in training mode updates: buffers that it reads for nothing else."""
@@ -207,9 +195,7 @@ class _Costs:
         value, tangent, total = joint.slot_values[slot], joint.slot_tangents[slot], joint.sums[slot].meta.get("val")
         size = 0
         if isinstance(total, Tensor) and total.layout is torch.strided:
-            size = total.numel() * total.element_size()
-            if total.device.type == "cuda":
-                size = -(-size // CUDA_BLOCK) * CUDA_BLOCK
+            size = allocated_bytes(total.numel() * total.element_size(), total.device)
         seconds = 3 * size / self.device.bandwidth + self.device.launch_seconds
         return Slot(
             value=-1 if value is None else self.index[value], owner=joint.slot_owner[slot],

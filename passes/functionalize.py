@@ -51,6 +51,7 @@ class _Assembly:
         self.new = fx.Graph()
         self.map: dict[fx.Node, fx.Node] = {}
         self.places: dict[str, tuple[str, str]] = {}
+        self.origin: dict[str, str] = {}
         self.constants: dict[str, Any] = {}
         self.tangent_old = {second.value[node]: node for node in trace.tangent_nodes if node is not None}
         self._drop_aliases()
@@ -185,6 +186,7 @@ class _Assembly:
             differentiable=self._differentiable(), slot_tangents=self.slot_tangents, slot_owner=self.slot_owner,
             mutated=self._mutated(writes), forbidden=self._forbidden(), constants=self.constants,
             output=self.trace.output, fakes=self.trace.outputs, assigned=self.trace.assigned, places=self.places,
+            tape=self.trace.tape, origin=self.origin if self.second.plain else {},
         )  # fmt: skip
 
     def _placeholders(self) -> list[RegionInput]:
@@ -205,11 +207,13 @@ class _Assembly:
     def _place(self, old: fx.Node, new: fx.Node) -> None:
         new.meta.update(old.meta)
         self.map[old] = new
+        self.origin[new.name] = old.name
 
     def _copy(self, old: fx.Node, swap: dict[fx.Node, fx.Node] | None = None) -> fx.Node:
         swap = swap or {}
         new = self.new.node_copy(old, lambda node: swap.get(node) or self.map[node])
         self.map[old] = new
+        self.origin[new.name] = old.name
         origin = self.second.origin.get(old.name)
         if origin is not None and old.target is aten.bernoulli.p and origin.target is aten.bernoulli_.float:
             new.target, new.meta["val"] = bernoulli_like, origin.meta["val"]

@@ -6,6 +6,7 @@ being asked for, and so is every value that cannot be made again; a plan can the
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterable
 
 from fxckpt.overwrite import mark_overwrites
@@ -66,10 +67,13 @@ class _Context:
             if runs:
                 arrived.update(slot for slot, _ in grad_node.contributes)
 
-    def grad_nodes(self, start: int, stop: int) -> Iterable[int]:
+        running = [index for index, runs in enumerate(self.active) if runs]
+        self.by_position = sorted((graph.grad_nodes[index].position, index) for index in running)
+
+    def grad_nodes(self, start: int, stop: int) -> list[int]:
         """Indices of the autograd nodes that run and belong to positions ``start`` to ``stop``, in execution order."""
-        nodes = self.graph.grad_nodes
-        return (i for i, node in enumerate(nodes) if start <= node.position < stop and self.active[i])
+        first, last = bisect.bisect_left(self.by_position, (start,)), bisect.bisect_left(self.by_position, (stop,))
+        return sorted(index for _, index in self.by_position[first:last])
 
 
 class _Later:

@@ -120,8 +120,9 @@ class _Run:
         graph, node = self.graph, self.graph.nodes[step.value]
         again = self.phase == "backward" and node.phase == "forward"
         sources: Value = {}
-        for source in node.inputs:
-            sources.update(self.scope.get(source, {}))
+        if len(node.allocates) < len(node.storages) or node.view:
+            for source in node.inputs:
+                sources.update(self.scope.get(source, {}))
         value: Value = {}
         first = self.scope.get(node.inputs[0], {}) if step.inplace else {}
         for storage in node.storages:

@@ -1,0 +1,275 @@
+"""The joint graph and its costs at other sizes of the inputs, without tracing or scoring anything again.
+
+All structure is that of the first trace, which :func:`fxckpt.passes.retrace.retrace` has confirmed; what changes are
+numbers among the arguments of operators, sizes of results, and costs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxckpt import _torch
+from fxckpt.device import HALF, Device, op_work, roofline_seconds
+from fxckpt.errors import FxckptError
+from fxckpt.joint import JointGraph, allocated_bytes, bernoulli_like, fixed_parts, functional_form
+from fxckpt.plan import Graph, Node, Slot
+from fxckpt.tape import Call, Described, Result, Sizes, describe, take_apart
+
+__all__ = ["Blueprint", "Resized", "Unlike"]
+
+
+_TRACED_AS = {torch.ops.aten.detach.default: torch.ops.aten.alias.default}
+
+
+class Unlike(FxckptError):
+    """The graph cannot be had at these sizes; the message says why. A new trace can."""
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where a node of the joint graph stands on the tape.
+
+    Attributes:
+        call: index of its call.
+        item: which of the call's results it is; None for the whole.
+        reads: values that it reads.
+        allocates: (storage, result, alone) for each storage that it makes; ``alone`` if that is no larger than need be.
+    """
+
+    call: int
+    item: int | None
+    reads: tuple[int, ...]
+    allocates: tuple[tuple[int, int, bool], ...]
+
+
+class Blueprint:
+    """What ties the nodes of a joint graph to the tape; made once for each trace."""
+
+    def __init__(self, joint: JointGraph, graph: Graph) -> None:
+        """
+        Raises:
+            Unlike: some node is not simply a call of the tape.
+        """
+        if not joint.origin:
+            raise Unlike("functionalization changed the graph")
+        self.joint, self.graph = joint, graph
+        self.calls = joint.tape.calls
+        call_of = {name: index for index, names in enumerate(joint.tape.names) for name in names}
+        self.constant_numbers: dict[int, int] = {}
+        self.places: dict[int, _Place] = {}
+        for value, node in enumerate(joint.nodes):
+            if node.op == "placeholder" and value < len(joint.inputs):
+                continue
+            call = call_of.get(joint.origin.get(node.name, ""))
+            if call is None:
+                raise Unlike(f"{node.name} is not on the tape")
+            self.places[value] = self._place(value, node, call)
+        missing = [
+            v for v, entry in enumerate(joint.inputs) if entry.kind == "constant" and v not in self.constant_numbers
+        ]
+        if missing:
+            raise Unlike("a constant is not on the tape")
+
+    def _place(self, value: int, node: fx.Node, call: int) -> _Place:
+        if node.op == "placeholder":  # a gradient from outside, made as an empty tensor
+            return _Place(call, None, (), self._allocates(value, node))
+        if node.target is operator.getitem:
+            source, item = node.args
+            return _Place(call, int(item), (self.joint.index[source],), self._allocates(value, node))  # type: ignore[arg-type, index]
+        found: list[fx.Node] = []
+        plain = take_apart(node.args, node.kwargs, fx.Node, found)
+        func, reads = self.calls[call].func, self.calls[call].reads
+        forms = (func, functional_form(func), bernoulli_like, _TRACED_AS.get(func))
+        if node.target not in forms or plain != self.calls[call].plain:
+            raise Unlike(f"{node.name} is not the call that it comes from")
+        for source, number in zip(found, reads, strict=True):
+            if number < 0:
+                self.constant_numbers[self.joint.index[source]] = -1 - number
+        return _Place(call, None, tuple(self.joint.index[source] for source in found), self._allocates(value, node))
+
+    def _allocates(self, value: int, node: fx.Node) -> tuple[tuple[int, int, bool], ...]:
+        described = self.graph.nodes[value]
+        if not described.allocates:
+            return ()
+        values = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
+        first: dict[int, int] = {}
+        for item, tensor in enumerate(values):
+            if isinstance(tensor, Tensor):
+                first.setdefault(_torch.storage_key(tensor), item)
+        found = []
+        for storage, item in zip(described.storages, first.values(), strict=True):
+            if storage in described.allocates:
+                alone = describe(values[item])
+                found.append((storage, item, alone.storage_bytes == alone.least_bytes))
+        return tuple(found)
+
+
+class Resized:
+    """Graph and costs at other sizes.
+
+    Scratch memory of kernels is not measured again but estimated from above: it is taken to grow with what the kernel
+    reads and writes, and never to shrink.
+
+    Attributes:
+        joint: the graph, whose nodes are those of the first trace.
+    """
+
+    def __init__(self, blueprint: Blueprint, sizes: Sizes, device: Device) -> None:
+        """
+        Args:
+            blueprint: of the graph as first traced.
+            sizes: what :func:`fxckpt.passes.retrace.retrace` found.
+            device: rates for estimates of seconds.
+
+        Raises:
+            Unlike: something that plans rely on is different at these sizes.
+        """
+        self.blueprint, self.sizes, self.device = blueprint, sizes, device
+        self.first, self.first_graph = blueprint.joint, blueprint.graph
+        self.nodes = [*self.first.nodes, *self.first.sums]
+        self.work: dict[Any, tuple[int, int]] = {}
+        self.constants = self._constants()
+        self.results = self._results()
+        self._check_inputs()
+        self.joint = self._joint()
+        self.storages = self._storage_bytes()
+        self.scored = tuple(self._node(value, node) for value, node in enumerate(self.first_graph.nodes))
+        self.slots = tuple(self._slot(slot, entry) for slot, entry in enumerate(self.first_graph.slots))
+
+    def _constants(self) -> dict[int, Tensor]:
+        """Value -> its constant."""
+        return {value: self.sizes.constants[number] for value, number in self.blueprint.constant_numbers.items()}
+
+    def _results(self) -> list[Result]:
+        """Description of each value; the totals of slots follow."""
+        results: list[Result] = []
+        for value in range(len(self.first.nodes)):
+            place = self.blueprint.places.get(value)
+            if place is None:
+                constant = self.constants.get(value)
+                results.append(self.sizes.inputs[value] if constant is None else describe(constant))
+                continue
+            result: Any = self.sizes.results[place.call]
+            results.append(result if place.item is None else result[place.item])
+        index = self.first.index
+        for node in self.first.sums:
+            first = node.args[0] if node.op == "call_function" else None
+            results.append(results[index[first]] if isinstance(first, fx.Node) else ())
+        return results
+
+    def _joint(self) -> JointGraph:
+        sizes, calls = self.sizes, self.blueprint.calls
+        changed = {
+            self.nodes[value]: sizes.calls[place.call].plain
+            for value, place in self.blueprint.places.items()
+            if place.item is None and sizes.calls[place.call].plain != calls[place.call].plain
+        }
+        return dataclasses.replace(
+            self.first, plain=changed, described=dict(zip(self.nodes, self.results, strict=True)),
+            constants={self.first.inputs[value].name: self.constants[value] for value in sorted(self.constants)},
+            output=sizes.output, fakes=sizes.outputs, assigned=sizes.assigned,
+        )  # fmt: skip
+
+    def graph(self, *, fresh_gradients: bool, extra_fixed: tuple[tuple[str, int], ...] = ()) -> Graph:
+        """Costs; arguments as for :func:`fxckpt.passes.cost.cost`."""
+        inputs = [node.storages for node in self.scored[: len(self.first.inputs)]]
+        fixed = (*fixed_parts(self.first, inputs, self.storages), *extra_fixed)
+        return dataclasses.replace(
+            self.first_graph, nodes=self.scored, slots=self.slots, storage_bytes=tuple(self.storages),
+            fixed_bytes=sum(size for _, size in fixed), fixed=fixed, fresh_gradients=fresh_gradients,
+        )  # fmt: skip
+
+    def _check_inputs(self) -> None:
+        """Inputs must share storages as they did."""
+        first: dict[Any, int] = {}
+        count = len(self.sizes.inputs)
+        before = [first.setdefault(node.storages, index) for index, node in enumerate(self.first_graph.nodes[:count])]
+        if before != self.sizes.same_storage:
+            raise Unlike("other inputs share memory")
+
+    def _storage_bytes(self) -> list[int]:
+        storages = list(self.first_graph.storage_bytes)
+        for node, result in zip(self.first_graph.nodes[: len(self.first.inputs)], self.results, strict=False):
+            for storage in node.storages:
+                assert isinstance(result, Described)
+                storages[storage] = allocated_bytes(result.storage_bytes, result.device)
+        for value, place in self.blueprint.places.items():
+            result = self.results[value]
+            for storage, item, alone in place.allocates:
+                one: Any = result if isinstance(result, Described) else result[item]
+                storages[storage] = allocated_bytes(one.least_bytes if alone else one.storage_bytes, one.device)
+        return storages
+
+    def _node(self, value: int, node: Node) -> Node:
+        place = self.blueprint.places.get(value)
+        if place is None or place.item is not None or node.phase == "input":
+            return node
+        result = self.results[value]
+        if node.dense and isinstance(result, Described) and not result.is_dense:
+            raise Unlike("the memory layout of a result is another one")
+        if node.inplace and not self._fits_over(node, result):
+            raise Unlike("a result does not fit over its input")
+        if _is_seeded(self.nodes[value].target) and _floats(self.sizes.calls[place.call]) != _floats(
+            self.blueprint.calls[place.call]
+        ):
+            raise Unlike("random numbers are drawn with other probabilities")
+        if not node.moved_bytes and not node.seconds:
+            return node
+        flops, moved = self._work_of(value, place)
+        if (flops, moved) == (node.flops, node.moved_bytes):
+            return node
+        inputs = [self.results[source] for source in place.reads]
+        half = any(isinstance(one, Described) and one.dtype in HALF for one in (result, *inputs))
+        ratio = roofline_seconds(self.device, flops, moved, half)
+        ratio /= roofline_seconds(self.device, node.flops, node.moved_bytes, half)
+        grown = max(1.0, moved / node.moved_bytes) if node.moved_bytes else 1.0
+        return dataclasses.replace(
+            node, flops=flops, moved_bytes=moved, seconds=node.seconds * ratio,
+            workspace_bytes=math.ceil(node.workspace_bytes * grown),
+        )  # fmt: skip
+
+    def _fits_over(self, node: Node, result: Result) -> bool:
+        first = self.results[node.inputs[0]]
+        return isinstance(first, Described) and first[:3] == result[:3] and first.is_dense
+
+    def _work_of(self, value: int, place: _Place) -> tuple[int, int]:
+        """Floating point operations and bytes moved, once for each kind of call."""
+        node, plain = self.first.nodes[value], self.sizes.calls[place.call].plain
+        inputs = tuple(self.results[source] for source in place.reads)
+        key = (node.target, plain, inputs, self.results[value])
+        if key not in self.work:
+            joint = dataclasses.replace(self.first, plain={node: plain})
+            tensors = {self.nodes[source]: result for source, result in zip(place.reads, inputs, strict=True)}
+            args, kwargs = fx.node.map_arg(joint.arguments(node), lambda source: _meta(tensors[source]))
+            self.work[key] = op_work(node.target, args, kwargs, _meta(self.results[value]))
+        return self.work[key]
+
+    def _slot(self, slot: int, entry: Slot) -> Slot:
+        result = self.results[self.first_graph.total(slot)]
+        if not isinstance(result, Described) or not entry.bytes:
+            return entry
+        size = allocated_bytes(math.prod(result.shape) * result.dtype.itemsize, result.device)
+        seconds = 3 * size / self.device.bandwidth + self.device.launch_seconds
+        return dataclasses.replace(entry, bytes=size, seconds=seconds)
+
+
+def _is_seeded(target: Any) -> bool:
+    return target is bernoulli_like or torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+
+
+def _floats(call: Call) -> list[float]:
+    return [value for value in call.plain if isinstance(value, float)]
+
+
+def _meta(result: Result) -> Any:
+    """Tensors without memory that look as described."""
+    if isinstance(result, Described):
+        return torch.empty_strided(result.shape, result.stride, dtype=result.dtype, device="meta")
+    return tuple(item and _meta(item) for item in result)

@@ -1,0 +1,114 @@
+"""Candidate plans in order of their price, and the search for the cheapest one that fits."""
+
+from __future__ import annotations
+
+import bisect
+
+from fxckpt.passes.schedule import schedule
+from fxckpt.passes.simulate import simulate
+from fxckpt.plan import Graph, Plan, Program, Timeline
+
+__all__ = ["Candidate", "Search", "simulated"]
+
+
+Candidate = tuple[Plan, Program, Timeline]
+
+
+def simulated(graph: Graph, plan: Plan, tangents: frozenset[int]) -> tuple[Program, Timeline]:
+    """``plan`` lowered, and the timeline of that."""
+    program = schedule(graph, plan, tangents)
+    return program, simulate(graph, program, tangents)
+
+
+class Search:
+    """Finds the cheapest of the candidates that fits, simulating few of them.
+
+    Candidates come cheapest first, and with falling price the simulated peak rises, all but exactly: the search halves
+    the list and then looks at the neighbours on both sides. The last few candidates are always looked at before a
+    budget is refused, so that the smallest peak among them is a budget that succeeds.
+    """
+
+    AROUND = 4
+    LAST = 8
+
+    def __init__(self, graph: Graph, plans: tuple[Plan, ...], tangents: frozenset[int], ordered: bool = True) -> None:
+        self.graph, self.plans, self.tangents = graph, plans, tangents
+        self.ordered = ordered
+        self.programs: dict[int, Program] = {}
+        self.known: dict[int, Candidate] = {}
+
+    def at(self, index: int) -> Candidate:
+        """Candidate ``index``, simulated."""
+        if index not in self.known:
+            plan = self.plans[index]
+            if index not in self.programs:
+                self.programs[index] = schedule(self.graph, plan, self.tangents)
+            program = self.programs[index]
+            self.known[index] = plan, program, simulate(self.graph, program, self.tangents)
+        return self.known[index]
+
+    def at_sizes(self, graph: Graph) -> Search:
+        """The same candidates for the same graph at other sizes."""
+        return _Resized(graph, self)
+
+    def fits(self, index: int, limit: int) -> bool:
+        """Whether the peak of candidate ``index`` is at most ``limit`` bytes."""
+        return self.at(index)[2].peak_bytes <= limit
+
+    def first(self, _: int) -> Candidate:
+        """The candidate that the strategy prefers."""
+        return self.at(0)
+
+    def cheapest_within(self, limit: int) -> Candidate | None:
+        """The cheapest candidate found whose peak is at most ``limit`` bytes."""
+        if not self.ordered:
+            fitting = [self.at(index) for index in range(len(self.plans)) if self.fits(index, limit)]
+            return min(fitting, key=lambda c: (c[2].recompute_seconds, c[2].peak_bytes), default=None)
+        low, high = 0, len(self.plans)
+        while low < high:
+            middle = (low + high) // 2
+            if self.fits(middle, limit):
+                high = middle
+            else:
+                low = middle + 1
+        near = range(max(0, low - self.AROUND), min(len(self.plans), low + self.AROUND + 1))
+        last = range(max(0, len(self.plans) - self.LAST), len(self.plans))
+        for group in (near, last):
+            fitting = [self.at(index) for index in group if self.fits(index, limit)]
+            if fitting:
+                return min(fitting, key=lambda c: (c[2].recompute_seconds, c[2].peak_bytes))
+        return None
+
+    def smallest(self) -> Candidate:
+        """The candidate with the smallest peak among the last ones (among all, if they come in no order)."""
+        last = range(max(0, len(self.plans) - self.LAST) if self.ordered else 0, len(self.plans))
+        return min((self.at(index) for index in last), key=lambda c: (c[2].peak_bytes, c[2].recompute_seconds))
+
+
+class _Resized(Search):
+    """A search that costs little: lowering a plan does not depend on sizes, and the first search lowered many."""
+
+    LAST = 1
+    WORTH = 0.01  # one more is lowered between two plans whose prices differ by this part of the plain step
+
+    def __init__(self, graph: Graph, first: Search) -> None:
+        super().__init__(graph, first.plans, first.tangents, first.ordered)
+        self.programs = first.programs
+
+    def cheapest_within(self, limit: int) -> Candidate | None:
+        """The cheapest candidate found whose peak is at most ``limit`` bytes, among those that were lowered before."""
+        if not self.ordered:
+            return super().cheapest_within(limit)
+        lowered = sorted(self.programs)
+        place = bisect.bisect_left(lowered, True, key=lambda index: self.fits(index, limit))
+        if place == len(lowered):
+            return None
+        low, high = lowered[place - 1] if place else 0, lowered[place]
+        middle = (low + high) // 2
+        if low < middle and self._price(high) - self._price(low) > self.WORTH and self.fits(middle, limit):
+            return self.at(middle)
+        return self.at(high)
+
+    def _price(self, index: int) -> float:
+        timeline = self.at(index)[2]
+        return timeline.recompute_seconds / timeline.plain_seconds
