@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fxckpt.clock import Clock
@@ -22,6 +23,7 @@ from fxckpt.units import GIB, format_bytes
 __all__ = ["Decision", "Goal", "Options", "fingerprint"]
 
 SLACK = 0.02  # plans from other sizes may be this much dearer, as a fraction of the plain step
+MEASUREMENTS = 4  # how often the peak may move to another operator when its scratch memory is measured
 MAX_SPLITS = 8  # a model with more differentiable outputs (a cache for each layer) is not cut at each of them
 
 
@@ -139,9 +141,26 @@ class Options:
         self.decision = self.settle(chosen or smallest)
         return self.decision
 
-    def decide_within(self, gap: float) -> Decision | None:
-        """Like :meth:`decide`; None if no plan fits, or if it is further from the bound than ``gap`` and a little."""
+    def decide_within(self, gap: float, measured: Callable[[Timeline], Graph | None]) -> Decision | None:
+        """Like :meth:`decide`, for a graph whose scratch memory is estimated.
+
+        Args:
+            gap: a plan may be this far from the bound, and a little further.
+            measured: the graph with measured scratch memory near the peak of a timeline, None if it is what it was.
+
+        Returns:
+            None if no plan fits, or none comes near enough to the bound.
+        """
         chosen = self._chosen()
+        for _ in range(MEASUREMENTS):
+            graph = None if chosen is None else measured(chosen[2])
+            if chosen is None or graph is None:
+                break
+            self.graph, self.held = graph, _without_unused_outputs(graph, self.tangents)
+            self.search = self.search.at_sizes(graph)  # forgets the timelines, not the programs
+            timeline = simulate(graph, chosen[1], self.tangents)
+            fits = self.goal.limit is None or timeline.peak_bytes <= self.goal.limit
+            chosen = (*chosen[:2], timeline) if fits else self._chosen()
         if chosen is None:
             return None
         decision = self.settle(chosen)

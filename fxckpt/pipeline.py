@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import threading
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,7 @@ from fxckpt.passes.functionalize import functionalize
 from fxckpt.passes.retrace import retrace
 from fxckpt.passes.rewrite import rewrite
 from fxckpt.passes.schedule import schedule
-from fxckpt.plan import Graph, Plan, SegmentProgram
+from fxckpt.plan import Graph, Plan, SegmentProgram, Timeline
 from fxckpt.resize import Blueprint, Resized, Unlike
 from fxckpt.workspace import measure_workspaces
 
@@ -71,7 +72,7 @@ def _capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     joint = clock.run("functionalize", functionalize, trace)
     captured = Captured(joint, clock)
     captured.tangents = _likely_tangents(joint)
-    captured.workspaces = clock.run("workspaces", measure_workspaces, joint)
+    captured.workspaces = clock.run("workspaces", measure_workspaces, joint.nodes)
     return captured
 
 
@@ -125,20 +126,30 @@ def build_graph(
     return graph
 
 
-def choose(captured: Captured, graph: Graph, goal: Goal) -> Decision:
+def choose(captured: Captured, graph: Graph, goal: Goal) -> Decision | None:
     """Decide for ``graph``; a resized one takes the candidate plans over from the first sizes if they serve.
+
+    Returns:
+        None if no plan fits a resized graph, of whose costs some are estimates.
 
     Raises:
         BudgetInfeasibleError: no plan fits.
     """
-    first = captured.first.options if captured.first is not None else None
+    if captured.first is None:
+        options = Options(graph, goal, captured.tangents)
+        captured.options = captured.options or options
+        return options.decide()
+    resized, first = captured.resized, captured.first.options
+    assert resized is not None
+
+    def measured(timeline: Timeline) -> Graph | None:
+        return None if goal.limit is None else resized.measured(graph, timeline, goal.limit)
+
     if first is not None and first.decision is not None and first.serve(goal, captured.tangents):
-        decision = Options(graph, goal, captured.tangents, first).decide_within(first.decision.gap)
+        decision = Options(graph, goal, captured.tangents, first).decide_within(first.decision.gap, measured)
         if decision is not None:
             return decision
-    options = Options(graph, goal, captured.tangents)
-    captured.options = captured.options or options
-    return options.decide()
+    return Options(graph, goal, captured.tangents).decide_within(math.inf, measured)
 
 
 def emit(captured: Captured, decision: Decision) -> fx.GraphModule:

@@ -20,7 +20,7 @@ from fxckpt.clock import without_collection
 from fxckpt.decide import Decision, Goal, Options, fingerprint
 from fxckpt.device import Device
 from fxckpt.double import DoubleReplay
-from fxckpt.errors import BudgetInfeasibleError, CaptureError, FxckptError, VerificationError
+from fxckpt.errors import CaptureError, FxckptError, VerificationError
 from fxckpt.guard import Guard
 from fxckpt.joint import JointGraph
 from fxckpt.measure import compare_steps
@@ -262,12 +262,9 @@ class Planner:
         goal = self._goal(model, _inputs_text(captured.joint))
         if goal.plan is not None and self.planned and goal.plan.fingerprint != fingerprint(graph):
             goal = replace(goal, plan=None)  # a given plan is for the first kind of input, with or without gradients
-        try:
-            decision = choose(captured, graph, goal)
-        except BudgetInfeasibleError:
-            if captured.first is None:
-                raise
-            self.captures.forget(call)  # estimates from other sizes are from above: look at these themselves
+        decision = choose(captured, graph, goal)
+        if decision is None:
+            self.captures.forget(call)
             return self._plan(model, args, kwargs, call)
         self.planned = True
         entry = Entry(captured, decision, emit(captured, decision), state)

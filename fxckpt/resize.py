@@ -19,12 +19,14 @@ from fxckpt import _torch
 from fxckpt.device import HALF, Device, op_work, roofline_seconds
 from fxckpt.errors import FxckptError
 from fxckpt.joint import JointGraph, allocated_bytes, bernoulli_like, fixed_parts, functional_form
-from fxckpt.plan import Graph, Node, Slot
+from fxckpt.plan import Graph, Node, Slot, Timeline
 from fxckpt.tape import Call, Described, Result, Sizes, describe, take_apart
+from fxckpt.workspace import measure_workspaces
 
 __all__ = ["Blueprint", "Resized", "Unlike"]
 
 
+MARGIN = 0.25  # estimates of scratch memory may be short by this much of it
 _TRACED_AS = {torch.ops.aten.detach.default: torch.ops.aten.alias.default}
 
 
@@ -114,8 +116,8 @@ class Blueprint:
 class Resized:
     """Graph and costs at other sizes.
 
-    Scratch memory of kernels is not measured again but estimated from above: it is taken to grow with what the kernel
-    reads and writes, and never to shrink.
+    Scratch memory of kernels is estimated: it is taken to grow like the tensor that grows most, and never to shrink.
+    :meth:`measured` replaces the estimates that matter.
 
     Attributes:
         joint: the graph, whose nodes are those of the first trace.
@@ -139,6 +141,7 @@ class Resized:
         self.results = self._results()
         self._check_inputs()
         self.joint = self._joint()
+        self.known_scratch: set[str] = set()
         self.storages = self._storage_bytes()
         self.scored = tuple(self._node(value, node) for value, node in enumerate(self.first_graph.nodes))
         self.slots = tuple(self._slot(slot, entry) for slot, entry in enumerate(self.first_graph.slots))
@@ -186,6 +189,49 @@ class Resized:
             fixed_bytes=sum(size for _, size in fixed), fixed=fixed, fresh_gradients=fresh_gradients,
         )  # fmt: skip
 
+    def measured(self, graph: Graph, timeline: Timeline, limit: int) -> Graph | None:
+        """``graph`` with the scratch memory measured of operators that may exceed ``limit`` bytes by it.
+
+        Returns:
+            None if all that matters has been measured.
+        """
+        sizes = {node.name: node.workspace_bytes for node in self.scored if node.workspace_bytes}
+        near = {
+            name
+            for total, (_, _, name) in zip(timeline.total_bytes, timeline.labels, strict=True)
+            if name in sizes and total + MARGIN * sizes[name] > limit
+        } - self.known_scratch
+        if not near:
+            return None
+        self.known_scratch |= near
+        values = [value for value, node in enumerate(self.scored) if node.name in near]
+        alone = self._alone(values)
+        found = measure_workspaces(alone.values())
+        nodes = list(self.scored)
+        for value in values:
+            nodes[value] = dataclasses.replace(nodes[value], workspace_bytes=found.get(alone[value].name, 0))
+        self.scored = tuple(nodes)
+        return dataclasses.replace(graph, nodes=self.scored)
+
+    def _alone(self, values: list[int]) -> dict[int, fx.Node]:
+        """Nodes in a graph of their own, with tensors of the present sizes."""
+        graph, make = fx.Graph(), _torch.FakeMaker(_torch.FakeMode()).make
+
+        def fake(result: Result) -> Any:
+            return make(*result[:4]) if isinstance(result, Described) else tuple(one and fake(one) for one in result)
+
+        nodes = {}
+        for value in values:
+            given = {}
+            for source in self.blueprint.places[value].reads:
+                given[self.nodes[source]] = graph.placeholder("given")
+                given[self.nodes[source]].meta["val"] = fake(self.results[source])
+            args, kwargs = fx.node.map_arg(self.joint.arguments(self.nodes[value]), given.__getitem__)
+            target: Any = self.nodes[value].target
+            nodes[value] = graph.call_function(target, args, kwargs)
+            nodes[value].meta["val"] = fake(self.results[value])
+        return nodes
+
     def _check_inputs(self) -> None:
         """Inputs must share storages as they did."""
         first: dict[Any, int] = {}
@@ -229,11 +275,22 @@ class Resized:
         half = any(isinstance(one, Described) and one.dtype in HALF for one in (result, *inputs))
         ratio = roofline_seconds(self.device, flops, moved, half)
         ratio /= roofline_seconds(self.device, node.flops, node.moved_bytes, half)
-        grown = max(1.0, moved / node.moved_bytes) if node.moved_bytes else 1.0
         return dataclasses.replace(
             node, flops=flops, moved_bytes=moved, seconds=node.seconds * ratio,
-            workspace_bytes=math.ceil(node.workspace_bytes * grown),
+            workspace_bytes=math.ceil(node.workspace_bytes * self._growth(value, place)),
         )  # fmt: skip
+
+    def _growth(self, value: int, place: _Place) -> float:
+        """How much the tensor that grows most has grown, at least 1."""
+        growth = 1.0
+        for other in (value, *place.reads):
+            before, after = self.nodes[other].meta.get("val"), self.results[other]
+            olds = before if isinstance(before, (tuple, list)) else (before,)
+            news = (after,) if isinstance(after, Described) else after
+            for old, new in zip(olds, news, strict=True):
+                if isinstance(old, Tensor) and new is not None and old.numel():
+                    growth = max(growth, math.prod(new.shape) / old.numel())
+        return growth
 
     def _fits_over(self, node: Node, result: Result) -> bool:
         first = self.results[node.inputs[0]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
@@ -38,20 +38,20 @@ _timed: dict[Hashable, float] = {}
 REPEATS = 3
 
 
-def measure_workspaces(joint: JointGraph, limit_bytes: int = LIMIT_BYTES) -> dict[str, int]:
+def measure_workspaces(nodes: Iterable[fx.Node], limit_bytes: int = LIMIT_BYTES) -> dict[str, int]:
     """Bytes that each operator's kernel allocates beyond its results.
 
     Operators that appear several times with the same shapes run once, and results are remembered over calls. An
     operator that cannot run on made-up inputs (zeros) counts as needing nothing.
 
     Args:
-        joint: the joint graph; its tensors tell shapes, strides, types and device.
+        nodes: of a joint graph; their tensors tell shapes, strides, types and device.
         limit_bytes: operators whose tensors take more than this together are left out.
 
     Returns:
         Bytes by node name, only where not 0.
     """
-    keys = {node: _key(node) for node in joint.nodes if _may_need_scratch(node)}
+    keys = {node: _key(node) for node in nodes if _may_need_scratch(node)}
     todo: dict[Hashable, fx.Node] = {}
     for node, key in keys.items():
         if key not in _known and _bytes(node) <= limit_bytes:

@@ -30,11 +30,10 @@ LEVELS = [
         "measure",
         "objects",
         "refuse",
-        "resize",
         "runtime",
     }
     | {"signature", "template", "workspace"},
-    {"places", "rehearsal"},
+    {"places", "rehearsal", "resize"},
     {"guard", "report", "passes"},
     {"search"},
     {"decide"},

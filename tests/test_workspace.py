@@ -49,7 +49,7 @@ class Softmax(nn.Module):
 
 def test_scratch_is_what_the_allocator_sees_beyond_the_result(fresh: list[int]) -> None:
     joint = _joint(Softmax(), torch.randn(64, 256))
-    found = _by_op(joint, workspace.measure_workspaces(joint))
+    found = _by_op(joint, workspace.measure_workspaces(joint.nodes))
     x = torch.zeros(64, 256)
     kept: list[object] = []
     peak = measure_peak(lambda: kept.append(torch.sort(x, dim=1))).peak_bytes
@@ -60,22 +60,22 @@ def test_scratch_is_what_the_allocator_sees_beyond_the_result(fresh: list[int]) 
 def test_the_same_operator_runs_once_and_is_remembered(fresh: list[int]) -> None:
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)), nn.LayerNorm(16))
     joint = _joint(model, torch.randn(4, 16))
-    first = workspace.measure_workspaces(joint)
+    first = workspace.measure_workspaces(joint.nodes)
     counts = len([node for node in joint.nodes if workspace._may_need_scratch(node)])
     assert len(fresh) == 1
     assert 0 < fresh[0] < counts
-    assert workspace.measure_workspaces(_joint(model, torch.randn(4, 16))) == first
+    assert workspace.measure_workspaces(_joint(model, torch.randn(4, 16)).nodes) == first
     assert len(fresh) == 1
 
 
 def test_large_operators_are_not_tried(fresh: list[int]) -> None:
     joint = _joint(Softmax(), torch.randn(64, 256))
-    assert workspace.measure_workspaces(joint, limit_bytes=1) == {}
+    assert workspace.measure_workspaces(joint.nodes, limit_bytes=1) == {}
     assert fresh == []
 
 
 def test_measuring_leaves_the_generator_alone(fresh: list[int]) -> None:
     joint = _joint(nn.Sequential(nn.Linear(4, 4), nn.Dropout()), torch.randn(2, 4))
     state = torch.get_rng_state()
-    workspace.measure_workspaces(joint)
+    workspace.measure_workspaces(joint.nodes)
     assert torch.equal(torch.get_rng_state(), state)
