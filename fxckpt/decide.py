@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -129,23 +130,17 @@ class Options:
         Raises:
             BudgetInfeasibleError: no plan fits.
         """
-        goal = self.goal
-        chosen, smallest = self._chosen(), self.search.smallest()
-        if chosen is None and not goal.best_effort:
-            raise _infeasible(goal, self.graph, *smallest)
+        chosen = self._chosen() or self._best_effort()
         if chosen is None:
-            warnings.warn(
-                f"no plan fits {format_bytes(goal.budget_bytes or 0)}; taking the smallest peak, "
-                f"{format_bytes(smallest[2].peak_bytes)}", stacklevel=2,
-            )  # fmt: skip
-        self.decision = self.settle(chosen or smallest)
+            raise _infeasible(self.goal, self.graph, *self.search.smallest())
+        self.decision = self.settle(chosen)
         return self.decision
 
     def decide_within(self, gap: float, measured: Callable[[Timeline], Graph | None]) -> Decision | None:
         """Like :meth:`decide`, for a graph whose scratch memory is estimated.
 
         Args:
-            gap: a plan may be this far from the bound, and a little further.
+            gap: a plan may be this far from the bound, and a little further; infinite for the last attempt.
             measured: the graph with measured scratch memory near the peak of a timeline, None if it is what it was.
 
         Returns:
@@ -161,10 +156,23 @@ class Options:
             timeline = simulate(graph, chosen[1], self.tangents)
             fits = self.goal.limit is None or timeline.peak_bytes <= self.goal.limit
             chosen = (*chosen[:2], timeline) if fits else self._chosen()
+        if chosen is None and gap == math.inf:
+            chosen = self._best_effort()
         if chosen is None:
             return None
         decision = self.settle(chosen)
         return decision if decision.gap <= gap + SLACK else None
+
+    def _best_effort(self) -> Candidate | None:
+        """The smallest peak, if that will do."""
+        if not self.goal.best_effort:
+            return None
+        smallest = self.search.smallest()
+        warnings.warn(
+            f"no plan fits {format_bytes(self.goal.budget_bytes or 0)}; taking the smallest peak, "
+            f"{format_bytes(smallest[2].peak_bytes)}", stacklevel=2,
+        )  # fmt: skip
+        return smallest
 
     def serve(self, goal: Goal, tangents: frozenset[int]) -> bool:
         """Whether the candidates are good for ``goal`` at other sizes."""

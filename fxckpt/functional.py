@@ -13,7 +13,7 @@ from torch.func import functionalize
 from fxckpt import _torch
 from fxckpt.joint import Edge, Trace, functional_form, inplace_form, is_alias
 
-__all__ = ["Functional", "run_functional"]
+__all__ = ["SCATTERS", "Functional", "run_functional"]
 
 Question = tuple[int, str, int]
 """A gradient: index of a record, ``"total"`` or ``"part"``, and which of its totals or contributions."""
@@ -33,6 +33,7 @@ class Functional:
         gradients: new node of each gradient at the moment when it was complete.
         writes: new nodes that write to inputs: ``copy_``, or the in-place form of what made the new value.
         plain: the graph is the trace's own, with functional operators in the place of those that write.
+        numbers: node that writes into a view -> that view, whose numbers it has.
     """
 
     module: fx.GraphModule
@@ -44,6 +45,7 @@ class Functional:
     gradients: dict[Question, fx.Node]
     writes: set[fx.Node] = field(default_factory=set)
     plain: bool = False
+    numbers: dict[str, str] = field(default_factory=dict)
 
 
 def run_functional(trace: Trace) -> Functional:
@@ -68,47 +70,99 @@ def run_functional(trace: Trace) -> Functional:
 def _plain_writes(trace: Trace) -> dict[fx.Node, Any] | None:
     """In-place operators with their functional forms, if no other name for what they write to is read afterwards.
 
-    None as value marks an update of an input that nothing reads; it may stay as it is.
+    None as value marks an update of an input that nothing reads; it may stay as it is. A ``copy_`` into a view, as
+    autograd does for gradients of strided views, has the view's ``scatter`` as functional form.
 
     Returns:
         None if there is a write that needs the full treatment.
     """
     named = {*trace.output_nodes, *(node for record in trace.records for _, node in record.contributions)}
     named.update(node for record in trace.records for node in record.totals if node is not None)
+    position = {node: place for place, node in enumerate(trace.graph_module.graph.nodes)}
     found: dict[fx.Node, Any] = {}
-    for node in trace.graph_module.graph.nodes:
+    for node in position:
         schema = getattr(node.target, "_schema", None)
         if node.op != "call_function" or schema is None or not schema.is_mutable:
             continue
         target = node.args[0] if node.args else None
-        if not isinstance(target, fx.Node) or set(target.users) != {node} or target in named:
+        if not isinstance(target, fx.Node) or target in named:
             return None
         if target.op == "placeholder":
-            if node.users or node in named:
+            if set(target.users) != {node} or node.users or node in named:
                 return None
             found[node] = None
-            continue
-        form = functional_form(node.target)
-        maker = target.args[0] if target.target is operator.getitem else target
-        if form is None or not isinstance(maker, fx.Node) or maker.op != "call_function":
-            return None
-        if is_alias(form) and torch.Tag.inplace_view not in node.target.tags:
-            return None
-        if is_alias(maker.target) and maker not in found:
-            return None
-        found[node] = form
+        elif _is_copy_into_view(trace, node, position, named):
+            found[node] = SCATTERS[target.target]
+        else:
+            form, chain = functional_form(node.target), _chain(target, found)
+            if form is None or not chain or not _unseen(chain, node, position):
+                return None
+            if is_alias(form) and torch.Tag.inplace_view not in node.target.tags:
+                return None
+            found[node] = form
     return found
+
+
+SCATTERS: dict[Any, Any] = {
+    torch.ops.aten.as_strided.default: torch.ops.aten.as_strided_scatter.default,
+    torch.ops.aten.slice.Tensor: torch.ops.aten.slice_scatter.default,
+    torch.ops.aten.select.int: torch.ops.aten.select_scatter.default,
+}
+
+
+def _chain(target: fx.Node, found: dict[fx.Node, Any]) -> list[fx.Node]:
+    """``target``, what it is a view of, and so on to the operator that made the memory; empty if that is unclear."""
+    chain = [target]
+    while is_alias(chain[-1].target) and chain[-1].target is not operator.getitem:
+        if chain[-1] in found and not is_alias(found[chain[-1]]):
+            break  # it will be a value of its own
+        source = chain[-1].args[0]
+        if not isinstance(source, fx.Node) or source.meta["val"].dtype is not target.meta["val"].dtype:
+            return []
+        chain.append(source)
+    maker = chain[-1].args[0] if chain[-1].target is operator.getitem else chain[-1]
+    fresh = (
+        isinstance(maker, fx.Node) and maker.op == "call_function" and (not is_alias(maker.target) or maker in found)
+    )
+    return chain if fresh else []
+
+
+def _unseen(chain: list[fx.Node], write: fx.Node, position: dict[fx.Node, int]) -> bool:
+    """Whether all that else reads the memory of ``chain`` does so before ``write``, and makes no view of it."""
+    own = {write, *chain}
+    others = {user for node in chain for user in node.users} - own
+    return all(position[user] < position[write] and not is_alias(user.target) for user in others)
+
+
+def _is_copy_into_view(trace: Trace, node: fx.Node, position: dict[fx.Node, int], named: set[fx.Node]) -> bool:
+    """Whether a gradient is copied into a view of memory that was made for it and is read as a whole afterwards."""
+    if node.target is not torch.ops.aten.copy_.default or node.name not in trace.backward_tag or node.users:
+        return False
+    view, source = node.args[:2]
+    if not isinstance(view, fx.Node) or not isinstance(source, fx.Node) or view.target not in SCATTERS:
+        return False
+    base, one, other = view.args[0], view.meta["val"], source.meta["val"]
+    if not isinstance(base, fx.Node) or base in named or base.op != "call_function" or is_alias(base.target):
+        return False
+    earlier = [user for user in base.users if position[user] < position[node] and user is not view]
+    same = (one.shape, one.dtype) == (other.shape, other.dtype)
+    return same and set(view.users) == {node} and not any(is_alias(user.target) for user in earlier)
 
 
 def _as_it_is(trace: Trace, writes: dict[fx.Node, Any]) -> Functional:
     """A trace whose only mutations are ``writes``: running it again would take as long as the trace took."""
     graph = trace.graph_module.graph
-    nodes = {node.name: node for node in graph.nodes}
+    numbers: dict[str, str] = {}
+    position = {node: place for place, node in enumerate(graph.nodes)}
     for node, form in writes.items():
-        if form is not None:
+        if form in SCATTERS.values():
+            numbers[node.name] = node.args[0].name  # type: ignore[union-attr, assignment]
+            _scatter(node, form, position)
+        elif form is not None:
             node.target = form
             if not is_alias(form):
-                _give_storage(node.args[0])  # type: ignore[arg-type]  # the result keeps the one that later views share
+                _give_storage(_chain(node.args[0], writes))  # type: ignore[arg-type]
+    nodes = {node.name: node for node in graph.nodes}
     gradients: dict[Question, fx.Node] = {}
     for record in trace.records:
         for place, total in enumerate(record.totals):
@@ -120,20 +174,39 @@ def _as_it_is(trace: Trace, writes: dict[fx.Node, Any]) -> Functional:
         module=trace.graph_module, graph=graph, origin=dict(nodes), value={node: node for node in graph.nodes},
         edges={nodes[argument]: edge for (_, argument), edge in trace.edges.items()},
         outputs=list(trace.output_nodes), gradients=gradients,
-        writes={node for node, form in writes.items() if form is None}, plain=True,
+        writes={node for node, form in writes.items() if form is None}, plain=True, numbers=numbers,
     )  # fmt: skip
 
 
-def _give_storage(node: fx.Node) -> None:
-    """Let the value that was written over, and the entry of a tuple that it is, be a tensor of its own."""
-    old = node.meta["val"]
-    with old.fake_mode:
-        new = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device=old.device)
-    node.meta["val"] = new
-    if node.target is operator.getitem:
-        source, place = node.args
+def _scatter(copy: fx.Node, form: Any, position: dict[fx.Node, int]) -> None:
+    """Turn ``copy_(view(base, ...), source)`` into the value that ``base`` has afterwards, for those who read it."""
+    view, source = copy.args[:2]
+    base = view.args[0]  # type: ignore[union-attr]
+    later = [user for user in base.users if position[user] > position[copy]]  # type: ignore[union-attr]
+    copy.target, copy.args, copy.kwargs = form, (base, source, *view.args[1:]), dict(view.kwargs)  # type: ignore[union-attr]
+    copy.meta["val"] = base.meta["val"]  # type: ignore[union-attr]
+    _give_storage([base])  # type: ignore[list-item]
+    for user in later:
+        user.replace_input_with(base, copy)  # type: ignore[arg-type]
+
+
+def _give_storage(chain: list[fx.Node]) -> None:
+    """Let the value that was written over have memory of its own; the result keeps what later views share.
+
+    Args:
+        chain: the value, what it is a view of, and so on.
+    """
+    made = chain[-1].meta["val"]
+    with made.fake_mode:
+        base = torch.empty_strided(made.shape, made.stride(), dtype=made.dtype, device=made.device)
+        for node in chain[:-1]:
+            old = node.meta["val"]
+            node.meta["val"] = torch.as_strided(base, old.shape, old.stride(), old.storage_offset())
+    chain[-1].meta["val"] = base
+    if chain[-1].target is operator.getitem:
+        source, place = chain[-1].args
         values = list(source.meta["val"])  # type: ignore[union-attr]
-        values[place] = new  # type: ignore[index]
+        values[place] = base  # type: ignore[index]
         source.meta["val"] = tuple(values)  # type: ignore[union-attr]
 
 

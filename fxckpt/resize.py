@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from fxckpt import _torch
 from fxckpt.device import HALF, Device, op_work, roofline_seconds
 from fxckpt.errors import FxckptError
+from fxckpt.functional import SCATTERS
 from fxckpt.joint import JointGraph, allocated_bytes, bernoulli_like, fixed_parts, functional_form
 from fxckpt.plan import Graph, Node, Slot, Timeline
 from fxckpt.tape import Call, Described, Result, Sizes, describe, take_apart
@@ -43,12 +44,18 @@ class _Place:
         item: which of the call's results it is; None for the whole.
         reads: values that it reads.
         allocates: (storage, result, alone) for each storage that it makes; ``alone`` if that is no larger than need be.
+        scatter: it writes into a copy of its first argument what its call makes a view of.
     """
 
     call: int
     item: int | None
     reads: tuple[int, ...]
     allocates: tuple[tuple[int, int, bool], ...]
+    scatter: bool = False
+
+    def plain(self, calls: list[Call]) -> tuple[Any, ...]:
+        """Plain arguments of the node, given those of its call."""
+        return (Tensor, *calls[self.call].plain) if self.scatter else calls[self.call].plain
 
 
 class Blueprint:
@@ -88,13 +95,19 @@ class Blueprint:
         found: list[fx.Node] = []
         plain = take_apart(node.args, node.kwargs, fx.Node, found)
         func, reads = self.calls[call].func, self.calls[call].reads
-        forms = (func, functional_form(func), bernoulli_like, _TRACED_AS.get(func))
-        if node.target not in forms or plain != self.calls[call].plain:
+        place = _Place(
+            call, None, tuple(self.joint.index[source] for source in found), self._allocates(value, node),
+            node.target in SCATTERS.values() and node.target is SCATTERS.get(func),
+        )  # fmt: skip
+        forms = (func, functional_form(func), bernoulli_like, _TRACED_AS.get(func), SCATTERS.get(func))
+        if node.target not in forms or plain != place.plain(self.calls):
             raise Unlike(f"{node.name} is not the call that it comes from")
+        if place.scatter:
+            return place
         for source, number in zip(found, reads, strict=True):
             if number < 0:
                 self.constant_numbers[self.joint.index[source]] = -1 - number
-        return _Place(call, None, tuple(self.joint.index[source] for source in found), self._allocates(value, node))
+        return place
 
     def _allocates(self, value: int, node: fx.Node) -> tuple[tuple[int, int, bool], ...]:
         described = self.graph.nodes[value]
@@ -159,6 +172,10 @@ class Resized:
                 constant = self.constants.get(value)
                 results.append(self.sizes.inputs[value] if constant is None else describe(constant))
                 continue
+            if place.scatter:
+                base: Any = results[place.reads[0]]
+                results.append(base._replace(storage_bytes=base.least_bytes))
+                continue
             result: Any = self.sizes.results[place.call]
             results.append(result if place.item is None else result[place.item])
         index = self.first.index
@@ -170,9 +187,9 @@ class Resized:
     def _joint(self) -> JointGraph:
         sizes, calls = self.sizes, self.blueprint.calls
         changed = {
-            self.nodes[value]: sizes.calls[place.call].plain
+            self.nodes[value]: place.plain(sizes.calls)
             for value, place in self.blueprint.places.items()
-            if place.item is None and sizes.calls[place.call].plain != calls[place.call].plain
+            if place.item is None and place.plain(sizes.calls) != place.plain(calls)
         }
         return dataclasses.replace(
             self.first, plain=changed, described=dict(zip(self.nodes, self.results, strict=True)),
@@ -298,7 +315,7 @@ class Resized:
 
     def _work_of(self, value: int, place: _Place) -> tuple[int, int]:
         """Floating point operations and bytes moved, once for each kind of call."""
-        node, plain = self.first.nodes[value], self.sizes.calls[place.call].plain
+        node, plain = self.first.nodes[value], place.plain(self.sizes.calls)
         inputs = tuple(self.results[source] for source in place.reads)
         key = (node.target, plain, inputs, self.results[value])
         if key not in self.work:

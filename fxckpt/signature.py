@@ -24,7 +24,7 @@ class Call:
         leaves: flat inputs.
         key: hashable; calls with equal keys run the same graph.
         structure: like ``key`` without what only changes the plan, not the captured graph (existing gradients).
-        form: like ``structure`` without the sizes of the inputs.
+        form: like ``structure`` without the sizes of the inputs and of tensors on plain attributes.
         has_gradients: every parameter that requires grad has a ``.grad``.
     """
 
@@ -55,14 +55,15 @@ def read_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             if leaf.is_nested:
                 raise CaptureError("an input is a nested tensor", reason="nested tensor")
             parts.append((first.setdefault(id(leaf), index), describe(leaf)))
-            forms.append((first[id(leaf)], leaf.dim(), *describe(leaf)[2:]))
+            forms.append((first[id(leaf)], _without_sizes(leaf)))
         else:
             parts.append(_plain(leaf))
             forms.append(parts[-1])
     reader = _ModelReader()
     reader.visit(model)
-    model_parts, autocast = tuple(reader.parts), autocast_state()
-    structure, form = (tuple(parts), model_parts, autocast), (tuple(forms), model_parts, autocast)
+    autocast = autocast_state()
+    structure = (tuple(parts), tuple(reader.parts), autocast)
+    form = (tuple(forms), tuple(reader.form()), autocast)
     return Call(leaves, structure, form, reader.with_gradient > 0 and reader.without_gradient == 0)
 
 
@@ -70,6 +71,10 @@ def describe(tensor: Tensor) -> tuple[Hashable, ...]:
     """What of a tensor the captured graph depends on."""
     stride = tensor.stride() if tensor.layout is torch.strided else None
     return tensor.shape, stride, tensor.dtype, tensor.device, tensor.requires_grad, type(tensor)
+
+
+def _without_sizes(tensor: Tensor) -> Hashable:
+    return tensor.dim(), *describe(tensor)[2:]
 
 
 def autocast_state() -> Hashable:
@@ -83,6 +88,7 @@ class _ModelReader:
 
     def __init__(self) -> None:
         self.parts: list[Hashable] = []
+        self.loose: dict[int, Hashable] = {}
         self.seen: set[int] = set()
         self.buffers: dict[int, int] = {}
         self.objects: dict[int, Hashable] = {}
@@ -106,13 +112,23 @@ class _ModelReader:
             if buffer is not None:
                 self.parts.append((self.buffers.setdefault(id(buffer), len(self.buffers)), describe(buffer)))
         for key in entries.keys() - INTERNAL:
-            self.parts.append((key, self._attribute(entries[key])))
+            value = entries[key]
+            if isinstance(value, Tensor):
+                self.loose[len(self.parts)] = key, _without_sizes(value)
+            self.parts.append((key, self._attribute(value)))
         for name, child in module._modules.items():
             if child is not None:
                 if id(child) in self.seen:
                     self.parts.append((name, id(child)))
                 else:
                     self.visit(child)
+
+    def form(self) -> list[Hashable]:
+        """The parts without sizes of tensors that may be results of an earlier call."""
+        form = list(self.parts)
+        for index, part in self.loose.items():
+            form[index] = part
+        return form
 
     def _attribute(self, value: Any) -> Hashable:
         if isinstance(value, SIMPLE):

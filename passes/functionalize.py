@@ -213,7 +213,7 @@ class _Assembly:
         swap = swap or {}
         new = self.new.node_copy(old, lambda node: swap.get(node) or self.map[node])
         self.map[old] = new
-        self.origin[new.name] = old.name
+        self.origin[new.name] = self.second.numbers.get(old.name, old.name)
         origin = self.second.origin.get(old.name)
         if origin is not None and old.target is aten.bernoulli.p and origin.target is aten.bernoulli_.float:
             new.target, new.meta["val"] = bernoulli_like, origin.meta["val"]
