@@ -44,10 +44,16 @@ def _planning() -> str:
     if record is None:
         return ""
     rows = [
-        [row["model"], row["nodes"], f"{row['seconds']:.2f}", f"{row['memory_bytes'] / 2**20:.0f}"]
+        [
+            row["model"],
+            row["nodes"],
+            f"{row['seconds']:.2f}",
+            f"{row['another_size_seconds']:.2f}" if "another_size_seconds" in row else "",
+            f"{row['memory_bytes'] / 2**20:.0f}",
+        ]
         for row in record["rows"]
     ]
-    table = tabulate(rows, ["model", "operators", "seconds", "memory, MiB"], tablefmt="pipe")
+    table = tabulate(rows, ["model", "operators", "seconds", "another size", "memory, MiB"], tablefmt="pipe")
     return f"### Planning\n\n{_source(record)}\n\n{table}"
 
 

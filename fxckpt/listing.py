@@ -168,7 +168,7 @@ def _variables(value: Any) -> Any:
             yield from _variables(item)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=512)
 def _compiled(text: str) -> types.CodeType:
     module = compile(text, "<fxckpt segment>", "exec")
     return next(item for item in module.co_consts if isinstance(item, types.CodeType))

@@ -137,8 +137,11 @@ def choose(captured: Captured, graph: Graph, goal: Goal) -> Decision | None:
     """
     if captured.first is None:
         options = Options(graph, goal, captured.tangents)
-        captured.options = captured.options or options
-        return options.decide()
+        decision = options.decide()
+        if captured.options is None:
+            captured.options = options
+            options.search.known.clear()  # timelines are large, and of no use at other sizes
+        return decision
     resized, first = captured.resized, captured.first.options
     assert resized is not None
 
@@ -146,9 +149,9 @@ def choose(captured: Captured, graph: Graph, goal: Goal) -> Decision | None:
         return None if goal.limit is None else resized.measured(graph, timeline, goal.limit)
 
     if first is not None and first.decision is not None and first.serve(goal, captured.tangents):
-        decision = Options(graph, goal, captured.tangents, first).decide_within(first.decision.gap, measured)
-        if decision is not None:
-            return decision
+        taken_over = Options(graph, goal, captured.tangents, first).decide_within(first.decision.gap, measured)
+        if taken_over is not None:
+            return taken_over
     return Options(graph, goal, captured.tangents).decide_within(math.inf, measured)
 
 

@@ -21,6 +21,7 @@ from fxckpt.tape import Call, Described, Result, Sizes, Tape, TapeRecorder, desc
 
 __all__ = ["retrace"]
 
+MOST_KNOWN = 20_000  # calls; some hundred bytes each
 log = logging.getLogger(__name__)
 
 
@@ -38,10 +39,10 @@ def retrace(
     Returns:
         The numbers and sizes that differ; None if anything else does, in which case only a new trace can tell.
     """
-    step = None
+    if len(known) > MOST_KNOWN:
+        known.clear()
     try:
-        step = _Retracing(tape, known, module, args, kwargs)
-        return step.run()
+        return _Retracing(tape, known, module, args, kwargs).run()
     except Exception as error:  # of any kind, and whatever it is, a new trace will meet and explain it
         log.debug("not the same step: %s", error)
         return None

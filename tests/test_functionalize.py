@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from fxckpt import _torch as torch_private
 from fxckpt import functional
 from fxckpt.errors import CaptureError
 from fxckpt.functional import run_functional
-from fxckpt.joint import JointGraph, bernoulli_like, sum_gradients
+from fxckpt.joint import JointGraph, bernoulli_like, is_alias, sum_gradients
 from fxckpt.passes.capture import capture
 from fxckpt.passes.functionalize import functionalize
 
@@ -113,12 +114,59 @@ def test_plain_writes_need_no_second_run(monkeypatch: pytest.MonkeyPatch, thorou
     assert all(torch.equal(a, b) for a, b in zip(model.buffers(), before.buffers(), strict=True))
 
 
+class Uses(nn.Module):
+    """A linear layer and what ``use`` makes of its result."""
+
+    def __init__(self, use: Any) -> None:
+        super().__init__()
+        self.linear, self.use = nn.Linear(4, 4), use
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.use(self.linear(x))
+        return result
+
+
+@pytest.mark.parametrize("thorough", [False, True])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda h: nn.functional.silu(h, inplace=True),  # whose input autograd has cloned before
+        lambda h: nn.functional.hardswish(h * 3, inplace=True) + 1,
+        lambda h: torch.ops.aten._unsafe_view(h, [20]).add_(1).relu_(),  # on a view of what nobody else reads
+        lambda h: h.mul(2).unsqueeze_(0).t_() if h.dim() == 1 else h.mul(2).unsqueeze_(0),
+        lambda h: h * torch.empty_like(h).fill_(0.5).mul_(3),
+        lambda h: nn.functional.adaptive_avg_pool2d(h.view(1, 5, 2, 2).permute(0, 2, 3, 1), 1),  # a gradient's view
+    ],
+)
+def test_more_writes_that_need_no_second_run(monkeypatch: pytest.MonkeyPatch, use: Any, thorough: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Uses(use), torch.randn(5, 4)
+    trace = capture(model, (x,), {})
+    assert functional._plain_writes(trace) is not None
+    if thorough:
+        monkeypatch.setattr(functional, "_plain_writes", lambda trace: None)
+    joint = functionalize(trace)
+    assert bool(joint.origin) is not thorough
+    output = model(x)
+    (found,), gradients = _run(joint, model, (x,), [torch.ones(output.shape)])
+    output.sum().backward()
+    assert torch.equal(found, output)
+    assert all(torch.equal(gradients[name], p.grad) for name, p in model.named_parameters())
+    storages = [torch_private.storage_key(node.meta["val"]) for node in joint.forward if _makes(node)]
+    assert len(storages) == len(set(storages))
+
+
+def _makes(node: fx.Node) -> bool:
+    """Whether the node is a tensor of its own and no view."""
+    return isinstance(node.meta["val"], Tensor) and not is_alias(node.target)
+
+
 @pytest.mark.parametrize(
     "write",
     [
         lambda h, x: h[0].mul_(2),  # on a view
         lambda h, x: (h.detach(), h.mul_(2)),  # of which there is another name
-        lambda h, x: h.unsqueeze_(0),
+        lambda h, x: h.view(-1).mul_(2),  # which is read under its first name
     ],
 )
 def test_other_writes_are_functionalized_thoroughly(write: Any) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fxckpt import _torch
@@ -255,3 +256,43 @@ def test_a_node_knows_whether_its_graph_is_kept() -> None:
     total.backward(retain_graph=True)
     total.backward()
     assert kept == [True, False]
+
+
+def test_fakes_made_fast_are_like_those_of_the_mode() -> None:
+    mode = _torch.FakeMode(allow_non_fake_inputs=True)
+    slow = mode.from_tensor(torch.randn(4, 6).t())
+    fast = _torch.FakeMaker(mode).make((6, 4), (1, 6), torch.float32, torch.device("cpu"))
+    assert type(fast) is type(slow) is _torch.FakeTensor
+    assert fast.__dict__.keys() == slow.__dict__.keys()
+    for fake in (fast, slow):
+        assert (fake.shape, fake.stride(), fake.dtype, fake.device.type) == ((6, 4), (1, 6), torch.float32, "cpu")
+        fake.requires_grad_()
+        with mode:
+            result = (fake @ torch.ones(4, 3)).sum()
+            (gradient,) = torch.autograd.grad(result, fake)
+        assert (type(result), gradient.shape) == (_torch.FakeTensor, (6, 4))
+    with pytest.raises(RuntimeError):
+        fast.data_ptr()
+
+
+def test_a_fake_passes_for_a_parameter() -> None:
+    maker = _torch.FakeMaker(_torch.FakeMode())
+    fake = maker.make((3,), (1,), torch.float32, torch.device("cpu"))
+    assert not isinstance(fake, nn.Parameter)
+    maker.make_parameter(fake)
+    assert isinstance(fake, nn.Parameter)
+
+
+def test_cpp_asks_for_the_device_of_a_fake_by_an_operator() -> None:
+    asked = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            asked.append(func)
+            return func(*args, **(kwargs or {}))
+
+    mode = _torch.FakeMode()
+    fake = _torch.FakeMaker(mode).make((2, 2), (2, 1), torch.float32, torch.device("cpu")).requires_grad_()
+    with mode, Seen():
+        (fake * 2).sum().backward()
+    assert _torch.DEVICE_QUESTION in asked
