@@ -79,6 +79,8 @@ def _plain_writes(trace: Trace) -> dict[fx.Node, Any] | None:
     named = {*trace.output_nodes, *(node for record in trace.records for _, node in record.contributions)}
     named.update(node for record in trace.records for node in record.totals if node is not None)
     position = {node: place for place, node in enumerate(trace.graph_module.graph.nodes)}
+    names = {argument for _, argument in trace.edges}
+    differentiable = {node for node in position if node.name in names}
     found: dict[fx.Node, Any] = {}
     for node in position:
         schema = getattr(node.target, "_schema", None)
@@ -91,7 +93,7 @@ def _plain_writes(trace: Trace) -> dict[fx.Node, Any] | None:
             if set(target.users) != {node} or node.users or node in named:
                 return None
             found[node] = None
-        elif _is_copy_into_view(trace, node, position, named):
+        elif _is_copy_into_view(node, position, named | differentiable, found):
             found[node] = SCATTERS[target.target]
         else:
             form, chain = functional_form(node.target), _chain(target, found)
@@ -134,19 +136,27 @@ def _unseen(chain: list[fx.Node], write: fx.Node, position: dict[fx.Node, int]) 
     return all(position[user] < position[write] and not is_alias(user.target) for user in others)
 
 
-def _is_copy_into_view(trace: Trace, node: fx.Node, position: dict[fx.Node, int], named: set[fx.Node]) -> bool:
-    """Whether a gradient is copied into a view of memory that was made for it and is read as a whole afterwards."""
-    if node.target is not torch.ops.aten.copy_.default or node.name not in trace.backward_tag or node.users:
+def _is_copy_into_view(
+    node: fx.Node, position: dict[fx.Node, int], kept: set[fx.Node], found: dict[fx.Node, Any]
+) -> bool:
+    """Whether something is copied into a view of memory that was made for it and is read as a whole afterwards.
+
+    Args:
+        kept: nodes that must stay what they are: outputs, gradients at some moment, and what gradients flow through.
+    """
+    if node.target is not torch.ops.aten.copy_.default or node.users:
         return False
     view, source = node.args[:2]
     if not isinstance(view, fx.Node) or not isinstance(source, fx.Node) or view.target not in SCATTERS:
         return False
     base, one, other = view.args[0], view.meta["val"], source.meta["val"]
-    if not isinstance(base, fx.Node) or base in named or base.op != "call_function" or is_alias(base.target):
+    if not isinstance(base, fx.Node) or base in kept or base.op != "call_function" or is_alias(base.target):
         return False
-    earlier = [user for user in base.users if position[user] < position[node] and user is not view]
+    written = {copy.args[0] for copy, form in found.items() if form in SCATTERS.values()}
+    earlier = [user for user in base.users if position[user] < position[node]]
     same = (one.shape, one.dtype) == (other.shape, other.dtype)
-    return same and set(view.users) == {node} and not any(is_alias(user.target) for user in earlier)
+    views = [user for user in earlier if is_alias(user.target) and user is not view and user not in written]
+    return same and set(view.users) == {node} and not views
 
 
 def _as_it_is(trace: Trace, writes: dict[fx.Node, Any]) -> Functional:

@@ -28,7 +28,10 @@ __all__ = ["Blueprint", "Resized", "Unlike"]
 
 
 MARGIN = 0.25  # estimates of scratch memory may be short by this much of it
-_TRACED_AS = {torch.ops.aten.detach.default: torch.ops.aten.alias.default}
+_TRACED_AS = {
+    torch.ops.aten.detach.default: torch.ops.aten.alias.default,
+    torch.ops.aten.lift_fresh.default: torch.ops.aten.lift_fresh_copy.default,
+}
 
 
 class Unlike(FxckptError):
@@ -71,6 +74,7 @@ class Blueprint:
         self.joint, self.graph = joint, graph
         self.calls = joint.tape.calls
         call_of = {name: index for index, names in enumerate(joint.tape.names) for name in names}
+        self.added = {value for grad_node in graph.grad_nodes for _, value in grad_node.contributes}
         self.constant_numbers: dict[int, int] = {}
         self.places: dict[int, _Place] = {}
         for value, node in enumerate(joint.nodes):
@@ -212,11 +216,11 @@ class Resized:
         Returns:
             None if all that matters has been measured.
         """
-        sizes = {node.name: node.workspace_bytes for node in self.scored if node.workspace_bytes}
+        extra = {node.name: self._extra_scratch(value, node) for value, node in enumerate(self.scored)}
         near = {
             name
             for total, (_, _, name) in zip(timeline.total_bytes, timeline.labels, strict=True)
-            if name in sizes and total + MARGIN * sizes[name] > limit
+            if total + extra.get(name, 0) > limit and extra.get(name, 0) > 0
         } - self.known_scratch
         if not near:
             return None
@@ -229,6 +233,19 @@ class Resized:
             nodes[value] = dataclasses.replace(nodes[value], workspace_bytes=found.get(alone[value].name, 0))
         self.scored = tuple(nodes)
         return dataclasses.replace(graph, nodes=self.scored)
+
+    def _extra_scratch(self, value: int, node: Node) -> float:
+        """How many bytes the estimate of scratch memory may be short by.
+
+        A convolution that needs none for few images may bring its inputs and results into another order for many.
+        """
+        place = self.blueprint.places.get(value)
+        if place is None or node.phase == "input" or node.name in self.known_scratch:
+            return 0
+        reorders = node.op.startswith("aten.convolution")
+        if not (node.workspace_bytes or reorders) or self._growth(value, place) == 1:
+            return 0
+        return max(MARGIN * node.workspace_bytes, node.moved_bytes - node.workspace_bytes if reorders else 0)
 
     def _alone(self, values: list[int]) -> dict[int, fx.Node]:
         """Nodes in a graph of their own, with tensors of the present sizes."""
@@ -275,8 +292,10 @@ class Resized:
         if place is None or place.item is not None or node.phase == "input":
             return node
         result = self.results[value]
-        if node.dense and isinstance(result, Described) and not result.is_dense:
-            raise Unlike("the memory layout of a result is another one")
+        if isinstance(result, Described) and node.dense and not result.is_dense:
+            if value in self.blueprint.added:
+                raise Unlike("a gradient has another memory layout")
+            node = dataclasses.replace(node, dense=False)
         if node.inplace and not self._fits_over(node, result):
             raise Unlike("a result does not fit over its input")
         if _is_seeded(self.nodes[value].target) and _floats(self.sizes.calls[place.call]) != _floats(

@@ -36,6 +36,8 @@ class Described(NamedTuple):
     @property
     def is_dense(self) -> bool:
         """Whether the elements fill a stretch of memory without gaps and overlap."""
+        if 0 in self.shape:
+            return True
         expected = 1
         for step, size in sorted(zip(self.stride, self.shape, strict=True)):
             if size > 1:
