@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
-
 from fxckpt.passes.schedule import schedule
 from fxckpt.passes.simulate import simulate
 from fxckpt.plan import Graph, Plan, Program, Timeline
@@ -36,6 +34,7 @@ class Search:
         self.ordered = ordered
         self.programs: dict[int, Program] = {}
         self.known: dict[int, Candidate] = {}
+        self.peaks: dict[int, int] = {}  # beyond what is fixed
 
     def at(self, index: int) -> Candidate:
         """Candidate ``index``, simulated."""
@@ -45,6 +44,7 @@ class Search:
                 self.programs[index] = schedule(self.graph, plan, self.tangents)
             program = self.programs[index]
             self.known[index] = plan, program, simulate(self.graph, program, self.tangents)
+            self.peaks[index] = self.known[index][2].peak_bytes - self.graph.fixed_bytes
         return self.known[index]
 
     def at_sizes(self, graph: Graph) -> Search:
@@ -93,14 +93,18 @@ class _Resized(Search):
 
     def __init__(self, graph: Graph, first: Search) -> None:
         super().__init__(graph, first.plans, first.tangents, first.ordered)
-        self.programs = first.programs
+        self.programs, self.first_peaks = first.programs, {**first.peaks}
 
     def cheapest_within(self, limit: int) -> Candidate | None:
         """The cheapest candidate found whose peak is at most ``limit`` bytes, among those that were lowered before."""
         if not self.ordered:
             return super().cheapest_within(limit)
         lowered = sorted(self.programs)
-        place = bisect.bisect_left(lowered, True, key=lambda index: self.fits(index, limit))
+        place = self._guess(lowered, limit)
+        while place and self.fits(lowered[place - 1], limit):
+            place -= 1
+        while place < len(lowered) and not self.fits(lowered[place], limit):
+            place += 1
         if place == len(lowered):
             return None
         low, high = lowered[place - 1] if place else 0, lowered[place]
@@ -108,6 +112,15 @@ class _Resized(Search):
         if low < middle and self._price(high) - self._price(low) > self.WORTH and self.fits(middle, limit):
             return self.at(middle)
         return self.at(high)
+
+    def _guess(self, lowered: list[int], limit: int) -> int:
+        """Place of the first that may fit: peaks are taken to grow all alike, as that of a plan that is known does."""
+        if lowered[0] not in self.first_peaks or not self.first_peaks[lowered[0]]:
+            return 0
+        self.at(lowered[0])
+        growth = self.peaks[lowered[0]] / self.first_peaks[lowered[0]]
+        room = (limit - self.graph.fixed_bytes) / growth
+        return sum(self.first_peaks.get(index, 0) > room for index in lowered)
 
     def _price(self, index: int) -> float:
         timeline = self.at(index)[2]
