@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch.func import functionalize
 
 from fxckpt import _torch
-from fxckpt.joint import Edge, Trace, functional_form, inplace_form, is_alias
+from fxckpt.joint import Edge, Trace, inplace_form, is_alias, pure_form
 
 __all__ = ["SCATTERS", "Functional", "run_functional"]
 
@@ -96,7 +96,7 @@ def _plain_writes(trace: Trace) -> dict[fx.Node, Any] | None:
         elif _is_copy_into_view(node, position, named | differentiable, found):
             found[node] = SCATTERS[target.target]
         else:
-            form, chain = functional_form(node.target), _chain(target, found)
+            form, chain = pure_form(node), _chain(target, found)
             if form is None or not chain or not _unseen(chain, node, position):
                 return None
             if is_alias(form) and torch.Tag.inplace_view not in node.target.tags:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from fxckpt import _torch
 from fxckpt.tape import Result, Tape, put_in
 
 __all__ = [
@@ -25,8 +26,10 @@ __all__ = [
     "device_of",
     "fixed_parts",
     "functional_form",
+    "in_layout",
     "inplace_form",
     "is_alias",
+    "pure_form",
     "remembered",
     "sum_gradients",
 ]
@@ -255,6 +258,19 @@ def is_alias(target: Any) -> bool:
     return named or (schema is not None and any(result.alias_info is not None for result in schema.returns))
 
 
+def pure_form(node: fx.Node) -> Any:
+    """What computes the new value of the first input of an in-place operator; None if nothing does.
+
+    Where that input does not fill its memory, as one part of a split tensor does not, the functional operator would
+    make a result of another layout, in which kernels may round differently; see :func:`in_layout`.
+    """
+    form = functional_form(node.target)
+    first = node.args[0].meta.get("val") if node.args and isinstance(node.args[0], fx.Node) else None
+    if form is None or is_alias(form) or not isinstance(first, Tensor) or _torch.is_dense(first):
+        return form
+    return form if torch.Tag.nondeterministic_seeded in node.target.tags else in_layout(node.target)  # type: ignore[union-attr]
+
+
 def functional_form(target: Any) -> Any:
     """The functional form of an in-place operator that computes its new first input; None if there is none.
 
@@ -262,6 +278,8 @@ def functional_form(target: Any) -> Any:
     """
     if target is aten.bernoulli_.float:
         return bernoulli_like
+    if not _torch.is_operator(target):
+        return None
     name = target._overloadpacket.__name__
     return _overload(name[:-1], target._overloadname) if target.namespace == "aten" and name.endswith("_") else None
 
@@ -284,6 +302,19 @@ def sum_gradients(*parts: Tensor) -> Tensor:
     for part in parts[1:]:
         total = total + part
     return total
+
+
+@functools.cache
+def in_layout(operator: Any) -> Callable[..., Tensor]:
+    """A function that computes what in-place ``operator`` leaves in its first argument, in the same strides."""
+
+    def compute(first: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        result = torch.empty_strided(first.shape, first.stride(), dtype=first.dtype, device=first.device)
+        changed: Tensor = operator(result.copy_(first), *args, **kwargs)
+        return changed
+
+    compute.__name__ = f"{operator._overloadpacket.__name__}_in_layout"
+    return compute
 
 
 def bernoulli_like(like: Tensor, *args: Any, **kwargs: Any) -> Tensor:

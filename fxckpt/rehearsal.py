@@ -138,6 +138,14 @@ class Rehearsal:
         unique = {id(tensor): tensor for tensor in find_tensors([output, [value for _, _, value in self.assigned]])}
         return output, list(unique.values())
 
+    def gradients(
+        self, outputs: list[Tensor], inputs: list[Tensor], tangents: list[Tensor]
+    ) -> tuple[Tensor | None, ...]:
+        """Gradients of ``outputs`` as training code asks for them: outside of ``torch.autocast``."""
+        off = torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False)
+        with off[0], off[1]:
+            return torch.autograd.grad(outputs, inputs, tangents, allow_unused=True)
+
     def _check_containers(self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> None:
         """The trace gets its own lists and dictionaries, so that a change to one would be lost."""
         now, spec = pytree.tree_flatten((args, kwargs))

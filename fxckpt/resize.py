@@ -19,7 +19,7 @@ from fxckpt import _torch
 from fxckpt.device import HALF, Device, op_work, roofline_seconds
 from fxckpt.errors import FxckptError
 from fxckpt.functional import SCATTERS
-from fxckpt.joint import JointGraph, allocated_bytes, bernoulli_like, fixed_parts, functional_form
+from fxckpt.joint import JointGraph, allocated_bytes, bernoulli_like, fixed_parts, functional_form, in_layout
 from fxckpt.plan import Graph, Node, Slot, Timeline
 from fxckpt.tape import Call, Described, Result, Sizes, describe, take_apart
 from fxckpt.workspace import measure_workspaces
@@ -103,7 +103,7 @@ class Blueprint:
             call, None, tuple(self.joint.index[source] for source in found), self._allocates(value, node),
             node.target in SCATTERS.values() and node.target is SCATTERS.get(func),
         )  # fmt: skip
-        forms = (func, functional_form(func), bernoulli_like, _TRACED_AS.get(func), SCATTERS.get(func))
+        forms = (func, functional_form(func), bernoulli_like, in_layout(func), _TRACED_AS.get(func), SCATTERS.get(func))
         if node.target not in forms or plain != place.plain(self.calls):
             raise Unlike(f"{node.name} is not the call that it comes from")
         if place.scatter:

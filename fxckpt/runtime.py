@@ -6,6 +6,7 @@ may interleave, in any order and in several threads.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -55,6 +56,11 @@ class RecomputeFunction(torch.autograd.Function):
             return (None, None, *_differentiable(ctx, tangents))
         if segment.observer is not None:
             segment.observer(present)
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            warnings.warn(
+                "fxckpt: backward() runs under torch.autocast, which the plan does not expect: gradients may differ "
+                "from those without fxckpt. Leave the autocast block before you call it.", stacklevel=2,
+            )  # fmt: skip
         code = segment.backward_code(present)
         boxed = list(ctx.saved_tensors)
         boxed += [tangent for tangent in tangents if tangent is not None]

@@ -169,7 +169,7 @@ class _Tracing(Rehearsal):
             raise CaptureError(
                 "no output depends on a parameter or input that requires grad", reason="nothing requires grad"
             )
-        grads = torch.autograd.grad(outputs, inputs, tangents, allow_unused=True)
+        grads = self.gradients(outputs, inputs, tangents)
         self.running = None
         return grads
 

@@ -16,7 +16,16 @@ from torch import fx
 from fxckpt.device import is_view
 from fxckpt.errors import CaptureError
 from fxckpt.functional import Functional, run_functional
-from fxckpt.joint import Edge, JointGraph, RegionInput, Trace, bernoulli_like, sum_gradients
+from fxckpt.joint import (
+    Edge,
+    JointGraph,
+    RegionInput,
+    Trace,
+    bernoulli_like,
+    functional_form,
+    pure_form,
+    sum_gradients,
+)
 
 __all__ = ["functionalize"]
 
@@ -217,6 +226,8 @@ class _Assembly:
         origin = self.second.origin.get(old.name)
         if origin is not None and old.target is aten.bernoulli.p and origin.target is aten.bernoulli_.float:
             new.target, new.meta["val"] = bernoulli_like, origin.meta["val"]
+        elif origin is not None and old.target is functional_form(origin.target) is not pure_form(origin):
+            new.target, new.meta["val"] = pure_form(origin), origin.meta["val"]
         if origin is not None and origin.name in self.trace.places:
             self.places[new.name] = self.trace.places[origin.name]
         return new

@@ -71,7 +71,9 @@ class _Retracing(Rehearsal):
             player.constants_mode = None
             torch.set_autocast_cache_enabled(False)
             try:
-                gradients = _gradients(outputs, [fake for fake in fakes if fake.requires_grad])
+                used = [output for output in outputs if output.requires_grad]
+                tangents = [torch.empty_like(output) for output in used]
+                gradients = self.gradients(used, [fake for fake in fakes if fake.requires_grad], tangents)
             finally:
                 torch.set_autocast_cache_enabled(cached)
         player.finish([*outputs, *gradients])
@@ -88,12 +90,6 @@ class _Retracing(Rehearsal):
         if isinstance(tensor, nn.Parameter):
             self.player.maker.make_parameter(fake)
         return fake
-
-
-def _gradients(outputs: list[Tensor], inputs: list[Tensor]) -> tuple[Tensor | None, ...]:
-    outputs = [output for output in outputs if output.requires_grad]
-    tangents = [torch.empty_like(output) for output in outputs]
-    return torch.autograd.grad(outputs, inputs, tangents, allow_unused=True)
 
 
 def _described(tensor: Tensor) -> Described:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -69,6 +70,46 @@ def test_equals_eager(middle: Callable[[nn.Module, Tensor], Any], way: str) -> N
         return Model(middle), (torch.randn(6, 8),), {}
 
     assert compare(build, _loss, make_planned=STRATEGIES[way]) == []
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("hidden", [8, 16, 24])
+def test_a_gru_equals_eager(hidden: int, way: str) -> None:
+    def build() -> Any:
+        return nn.GRU(8, hidden, batch_first=True), (torch.randn(3, 6, 8),), {}
+
+    assert compare(build, lambda output: _loss(output[0]), make_planned=STRATEGIES[way]) == []
+
+
+@pytest.mark.parametrize("chunk", [lambda h: h.unsafe_chunk(3, 1), lambda h: (h[:, :16], h[:, 16:32], h[:, 32:])])
+def test_in_place_operators_keep_the_layout(chunk: Callable[[Tensor], Any]) -> None:
+    def middle(model: Any, x: Tensor) -> Tensor:
+        one, two, three = chunk(model.a(x).repeat(1, 6) + 1)
+        return one.add_(two).tanh_() * three.sigmoid_().exp_()
+
+    def build() -> Any:
+        return Model(middle), (torch.randn(6, 8),), {}
+
+    assert compare(build, _loss, make_planned=STRATEGIES["sqrtn"]) == []
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_backward_is_traced_outside_of_autocast(way: str) -> None:
+    """The products of this attention run in 32 bits inside a step of 16 bits, and so do their gradients."""
+
+    def build() -> Any:
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        return nn.TransformerEncoder(layer, 2), (torch.randn(3, 6, 8),), {}
+
+    context = functools.partial(torch.autocast, "cpu", torch.bfloat16)
+    assert compare(build, lambda y: _loss(y.float()), make_planned=STRATEGIES[way], context=context) == []
+
+
+def test_backward_under_autocast_is_warned_of() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)), torch.randn(6, 8)
+    planned = auto_checkpoint(model, x, strategy="sqrtn")
+    with torch.autocast("cpu", torch.bfloat16), pytest.warns(UserWarning, match="backward.. runs under torch.autocast"):
+        planned(x).float().sum().backward()
 
 
 def test_a_gradient_with_other_strides_than_traced() -> None:
