@@ -18,7 +18,7 @@ class Refused(Exception):
 
 
 class Refuse(TorchFunctionMode):
-    """Refuses hooks and ``backward`` in forward."""
+    """Refuses hooks and ``backward`` in forward, and functions whose own C++ does something else under a trace."""
 
     refused: ClassVar[dict[Any, str]] = {
         torch.Tensor.register_hook: "a hook on a tensor is registered in forward",
@@ -28,9 +28,17 @@ class Refuse(TorchFunctionMode):
     }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func in self.refused:
             raise Refused(self.refused[func])
-        return func(*args, **(kwargs or {}))
+        if func is torch.bilinear and torch.is_autocast_enabled(args[0].device.type):
+            raise Refused("torch.bilinear under autocast, which casts within its kernel")
+        weighted = kwargs.get("weight") is not None or (len(args) > 2 and args[2] is not None)
+        if func is torch.nn.functional.cross_entropy and weighted and kwargs.get("label_smoothing"):
+            raise Refused(
+                "cross_entropy with weights and label smoothing, which sums in another order while it is traced"
+            )
+        return func(*args, **kwargs)
 
 
 _SEEDING = ("manual_seed", "seed", "set_rng_state")

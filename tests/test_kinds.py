@@ -105,6 +105,36 @@ def test_backward_is_traced_outside_of_autocast(way: str) -> None:
     assert compare(build, lambda y: _loss(y.float()), make_planned=STRATEGIES[way], context=context) == []
 
 
+class Compares(nn.Module):
+    """Blocks around functions that round otherwise while they are traced; they stay outside of the plan."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(3)))
+        self.pair = nn.Bilinear(8, 8, 8)
+        self.loss = nn.CrossEntropyLoss(weight=torch.linspace(0.1, 1, 8), label_smoothing=0.1, ignore_index=2)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        h = self.blocks(x)
+        result: Tensor = self.loss(self.pair(h.float(), x), target)
+        return result
+
+
+@pytest.mark.parametrize("rows", [18, 23])
+@pytest.mark.parametrize("way", ["dp", "sqrtn"])
+def test_what_a_trace_would_change_stays_outside(way: str, rows: int) -> None:
+    def build() -> Any:
+        return Compares(), (torch.randn(rows, 8), torch.arange(rows) % 8), {}
+
+    context = functools.partial(torch.autocast, "cpu", torch.bfloat16)
+    assert compare(build, lambda y: y, make_planned=STRATEGIES[way], context=context) == []
+    with context(), pytest.raises(CaptureError, match="bilinear under autocast"):
+        capture(*build())
+    model, (x, target), _ = build()
+    with pytest.raises(CaptureError, match="weights and label smoothing"):
+        capture(model.loss, (x, target), {})
+
+
 def test_backward_under_autocast_is_warned_of() -> None:
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)), torch.randn(6, 8)
     planned = auto_checkpoint(model, x, strategy="sqrtn")
