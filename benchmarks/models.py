@@ -18,7 +18,11 @@ __all__ = ["MODELS", "Workload", "gpt2"]
 
 @dataclass
 class Workload:
-    """A model in training mode with inputs, loss and context of one step."""
+    """A model in training mode with inputs, loss and context of one step.
+
+    Attributes:
+        outside_bytes: what the backward of the loss takes beside the gradient that it returns.
+    """
 
     model: nn.Module
     args: tuple[Any, ...]
@@ -26,6 +30,7 @@ class Workload:
     loss: Callable[[Any], torch.Tensor]
     blocks: list[nn.Module]
     context: Callable[[], Any] = contextlib.nullcontext
+    outside_bytes: int = 0
 
     def step(self, model: nn.Module | None = None) -> torch.Tensor:
         """Forward, loss and backward of ``model`` (by default the plain one); returns the loss."""
@@ -135,7 +140,9 @@ def mlp_chain() -> Workload:
     blocks = [nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(64)]
     for block in blocks:
         nn.init.kaiming_normal_(block[0].weight)  # the default would let 64 layers vanish into denormal numbers
-    return Workload(nn.Sequential(*blocks), (torch.randn(4096, 512),), {}, _mean_square, list(blocks))
+    x = torch.randn(4096, 512)
+    outside = 2 * x.nbytes  # the square of the output is differentiated in three steps
+    return Workload(nn.Sequential(*blocks), (x,), {}, _mean_square, list(blocks), outside_bytes=outside)
 
 
 MODELS: dict[str, Callable[[], Workload]] = {

@@ -142,8 +142,9 @@ class _Bench:
             start = time.perf_counter()
             with work.context():
                 planned = auto_checkpoint(
-                    work.model, *work.args, example_kwargs=work.kwargs, budget_gb=budget_bytes / 2**30, cost=DEVICE
-                )
+                    work.model, *work.args, example_kwargs=work.kwargs, budget_gb=budget_bytes / 2**30, cost=DEVICE,
+                    reserve_gb=work.outside_bytes / 2**30,
+                )  # fmt: skip
             plan_seconds = time.perf_counter() - start
             report = get_report(planned)
             peak, seconds, _, verdict = self.measure(work, planned)
@@ -154,7 +155,7 @@ class _Bench:
                 seconds,
                 verdict,
                 budget_bytes=budget_bytes - held,
-                predicted_bytes=report.peak_bytes - held,
+                predicted_bytes=report.peak_bytes + work.outside_bytes - held,
                 predicted_overhead=report.overhead,
                 bound=bound,
                 plan_seconds=plan_seconds,
@@ -173,7 +174,10 @@ class _Bench:
 def _smallest(work: Workload) -> int:
     try:
         with work.context():
-            make_plan(work.model, *work.args, example_kwargs=work.kwargs, budget_gb=1e-6, cost=DEVICE)
+            make_plan(
+                work.model, *work.args, example_kwargs=work.kwargs, budget_gb=1e-6 + work.outside_bytes / 2**30,
+                cost=DEVICE, reserve_gb=work.outside_bytes / 2**30,
+            )  # fmt: skip
     except BudgetInfeasibleError as error:
         return error.min_peak_bytes
     raise AssertionError("a budget of a kilobyte was met")

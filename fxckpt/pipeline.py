@@ -37,8 +37,8 @@ class Captured:
     """A region's joint graph; all plans for one input signature share it.
 
     Attributes:
-        graph: its costs, of the first plan.
         options: candidate plans of the first plan.
+        blueprint: what ties the graph to the tape, for having it at other sizes; None if that cannot be.
         resized: of a region that was captured at other sizes before, where graph and costs come from.
         first: the region at those sizes.
         seen: what operators made of their arguments while the module was followed at other sizes.
@@ -48,7 +48,6 @@ class Captured:
     clock: Clock
     tangents: frozenset[int] = frozenset()
     workspaces: dict[str, int] = field(default_factory=dict)
-    graph: Graph | None = None
     options: Options | None = None
     resized: Resized | None = None
     first: Captured | None = None
@@ -98,9 +97,7 @@ def resize_region(
     clock = Clock()
     try:
         if first.blueprint is None:
-            if first.graph is None:
-                return None
-            first.blueprint = clock.run("blueprint", Blueprint, first.joint, first.graph)
+            raise Unlike("nothing was planned at the first sizes, or not all of it is on the tape")
         with _CAPTURING:
             sizes = clock.run("retrace", retrace, first.joint.tape, first.seen, module, args, kwargs)
         if sizes is None:
@@ -122,7 +119,11 @@ def build_graph(
         return captured.clock.run("cost", captured.resized.graph, **options)
     workspaces, joint = captured.workspaces, captured.joint
     graph = captured.clock.run("cost", cost, joint, device, workspaces=workspaces, seconds=seconds, **options)
-    captured.graph = captured.graph or graph
+    if captured.blueprint is None:
+        try:
+            captured.blueprint = captured.clock.run("blueprint", Blueprint, joint, graph)
+        except Unlike as error:
+            log.debug("cannot be resized: %s", error)
     return graph
 
 

@@ -89,7 +89,7 @@ class _Resized(Search):
     """A search that costs little: lowering a plan does not depend on sizes, and the first search lowered many."""
 
     LAST = 1
-    WORTH = 0.01  # one more is lowered between two plans whose prices differ by this part of the plain step
+    WORTH = 0.02  # one more is lowered between two plans whose prices differ by this part of the plain step
 
     def __init__(self, graph: Graph, first: Search) -> None:
         super().__init__(graph, first.plans, first.tangents, first.ordered)
