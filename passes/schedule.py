@@ -66,7 +66,7 @@ class _Context:
             self.active.append(runs)
             if runs:
                 arrived.update(slot for slot, _ in grad_node.contributes)
-
+        self.targets: dict[int, tuple[list[set[int]], dict[int, None]]] = {}  # by identity of a plan's chain
         running = [index for index, runs in enumerate(self.active) if runs]
         self.by_position = sorted((graph.grad_nodes[index].position, index) for index in running)
 
@@ -124,9 +124,18 @@ class _Backward:
             self.available = {v for v in self.available if self.context.position.get(v, -1) < inner.start}
 
     def _targets(self, chain: tuple[Segment, ...]) -> list[set[int]]:
-        """For each inner segment the values that its replay must leave: those it keeps and those that others read."""
+        """For each inner segment the values that its replay must leave: those it keeps and those that others read.
+
+        The answer depends on the chain alone. It is remembered, for every level above asks for it, once to look ahead
+        and once to run: without that the time would double with each level of nesting.
+        """
         context = self.context
-        result: list[set[int]] = []
+        if id(chain) in context.targets:
+            result, forced = context.targets[id(chain)]
+            self.forced.update(forced)
+            return result
+        before, self.forced = self.forced, {}
+        result = []
         asked: set[int] = set()
         for inner in reversed(chain):
             probe = _Backward(context, inner.start, inner.stop)
@@ -140,7 +149,10 @@ class _Backward:
             for value in self._closure(leave, inner):
                 asked.update(s for s in self.graph.nodes[value].inputs if not self.inside(s, inner.start, inner.stop))
             result.append(leave)
-        return result[::-1]
+        result.reverse()
+        context.targets[id(chain)] = result, self.forced
+        self.forced = before | self.forced
+        return result
 
     def _closure(self, targets: set[int], inner: Segment) -> list[int]:
         """What a replay of ``inner`` runs to make ``targets``; values that cannot be made again are saved instead."""

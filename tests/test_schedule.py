@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 import pytest
 
+from fxckpt.passes import schedule as schedule_module
 from fxckpt.passes.cuts import cuts
 from fxckpt.passes.schedule import schedule
 from fxckpt.plan import Graph, Plan, Program, Segment, SegmentProgram, Step
@@ -267,3 +268,25 @@ def test_a_saved_view_of_what_is_recomputed_is_not_written_over() -> None:
     graph = builder.build(builder.op(a, b, reads=(a,), weight=1, size=3))
     plan = Plan("dp", (Segment(0, len(graph.forward), (graph.nodes[saved].name,)),))
     Machine(graph, schedule(graph, plan)).step()
+
+
+def test_deeply_nested_plans_are_lowered_in_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = mlp(40)
+    visits = []
+    run = schedule_module._Backward.run
+    monkeypatch.setattr(
+        schedule_module._Backward, "run", lambda self, segment: (visits.append(segment), run(self, segment))
+    )
+    inner: tuple[Segment, ...] = ()
+    end = len(graph.forward)
+    free = [position for position in range(1, end) if not any(low < position <= high for low, high in graph.forbidden)]
+    for start in reversed(free[:-1]):  # each level holds one stage and the rest
+        rest = Segment(start, end, inner=inner)
+        before = max((position for position in free if position < start), default=0)
+        inner = (Segment(before, start), rest)
+    plan = Plan("dp", (Segment(0, end, inner=inner),))
+    machine = Machine(graph, schedule(graph, plan))
+    machine.step()
+    depth = len(free) - 1
+    assert depth > 20
+    assert len(visits) < 4 * depth**2
