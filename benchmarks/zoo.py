@@ -164,7 +164,7 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(1)  # threads do not survive a fork
     load_libraries()
     rows: list[dict[str, Any]] = []
-    earlier = _newest() if options.resume else _today()
+    earlier = _earlier(options.resume)
     done = {row["model"] for row in earlier} if options.resume else set()
     for name in names():
         if name not in done and any(fnmatch.fnmatch(name, pattern) for pattern in options.patterns):
@@ -184,14 +184,10 @@ def _save(row: dict[str, Any], earlier: list[dict[str, Any]]) -> list[dict[str, 
     return rows
 
 
-def _newest() -> list[dict[str, Any]]:
+def _earlier(resume: bool) -> list[dict[str, Any]]:
+    """Rows of the newest record; without ``resume`` only if it is of today."""
     record = records.latest("zoo")
-    return record["rows"] if record is not None else []
-
-
-def _today() -> list[dict[str, Any]]:
-    record = records.latest("zoo")
-    return record["rows"] if record is not None and record["date"] == records.today() else []
+    return record["rows"] if record is not None and (resume or record["date"] == records.today()) else []
 
 
 if __name__ == "__main__":

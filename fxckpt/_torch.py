@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "DEVICE_QUESTION",
+    "BareMode",
     "BoxedCodeGen",
     "FakeMaker",
     "FakeMode",
@@ -264,6 +265,16 @@ class FakeMaker:
     def make_parameter(self, fake: FakeTensor) -> None:
         """Let a fake pass for an ``nn.Parameter``; that class would make another tensor of it."""
         fake._is_param = True  # type: ignore[attr-defined]
+
+
+class BareMode:
+    """Mixed into a dispatch mode: torch then calls its ``__torch_dispatch__`` without the wrapper that keeps
+    ``torch.compile`` out of it, which takes as long as a call that is answered from memory.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 DEVICE_QUESTION = torch.ops.prim.device.default

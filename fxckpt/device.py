@@ -30,6 +30,7 @@ __all__ = [
     "op_seconds",
     "op_work",
     "roofline_seconds",
+    "sum_seconds",
 ]
 
 
@@ -161,6 +162,11 @@ def op_seconds(func: Any, args: Any, kwargs: Any, out: Any, device: Device) -> f
         return 0.0
     flops, moved = op_work(func, args, kwargs, out)
     return roofline_seconds(device, flops, moved, is_half(_tensors(args, out)))
+
+
+def sum_seconds(device: Device, size: int) -> float:
+    """Time of adding one gradient of ``size`` bytes to another: two are read, one is written."""
+    return 3 * size / device.bandwidth + device.launch_seconds
 
 
 def is_half(tensors: Iterable[Any]) -> bool:

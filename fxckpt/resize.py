@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from fxckpt import _torch
-from fxckpt.device import HALF, Device, op_work, roofline_seconds
+from fxckpt.device import HALF, Device, op_work, roofline_seconds, sum_seconds
 from fxckpt.errors import FxckptError
 from fxckpt.functional import SCATTERS
 from fxckpt.joint import JointGraph, allocated_bytes, bernoulli_like, fixed_parts, functional_form, in_layout
@@ -349,8 +349,7 @@ class Resized:
         if not isinstance(result, Described) or not entry.bytes:
             return entry
         size = allocated_bytes(math.prod(result.shape) * result.dtype.itemsize, result.device)
-        seconds = 3 * size / self.device.bandwidth + self.device.launch_seconds
-        return dataclasses.replace(entry, bytes=size, seconds=seconds)
+        return dataclasses.replace(entry, bytes=size, seconds=sum_seconds(self.device, size))
 
 
 def _is_seeded(target: Any) -> bool:

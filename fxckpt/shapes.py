@@ -60,7 +60,7 @@ def _all_like(inputs: tuple[Described, ...]) -> bool:
 
 
 def _fills(one: Described) -> bool:
-    return one.least_bytes == math.prod(one.shape) * one.dtype.itemsize > 0 and 0 not in one.stride
+    return one.is_dense and 0 not in (*one.shape, *one.stride)
 
 
 def _alone(like: Described) -> Described:

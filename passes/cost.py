@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from fxckpt import _torch
-from fxckpt.device import Device, is_half, is_view, op_work, roofline_seconds
+from fxckpt.device import Device, is_half, is_view, op_work, roofline_seconds, sum_seconds
 from fxckpt.joint import (
     UPDATING_NORMS,
     JointGraph,
@@ -196,10 +196,10 @@ class _Costs:
         size = 0
         if isinstance(total, Tensor) and total.layout is torch.strided:
             size = allocated_bytes(total.numel() * total.element_size(), total.device)
-        seconds = 3 * size / self.device.bandwidth + self.device.launch_seconds
         return Slot(
             value=-1 if value is None else self.index[value], owner=joint.slot_owner[slot],
-            tangent=-1 if tangent is None else self.index[tangent], bytes=size, seconds=seconds,
+            tangent=-1 if tangent is None else self.index[tangent], bytes=size,
+            seconds=sum_seconds(self.device, size),
         )  # fmt: skip
 
 

@@ -65,17 +65,12 @@ class _Retracing(Rehearsal):
         descriptions = [_described(tensor) for tensor in self.tensors]
         fakes = [self._fake(*pair) for pair in zip(self.tensors, descriptions, strict=True)]
         player.number(fakes)
-        cached = torch.is_autocast_cache_enabled()
         with self.undone(), self.fake_mode, _torch.quiet_fakes(), player:
             output, outputs = self.forward(fakes)
             player.constants_mode = None
-            torch.set_autocast_cache_enabled(False)
-            try:
-                used = [output for output in outputs if output.requires_grad]
-                tangents = [torch.empty_like(output) for output in used]
-                gradients = self.gradients(used, [fake for fake in fakes if fake.requires_grad], tangents)
-            finally:
-                torch.set_autocast_cache_enabled(cached)
+            used = [tensor for tensor in outputs if tensor.requires_grad]
+            tangents = [torch.empty_like(tensor) for tensor in used]
+            gradients = self.gradients(used, [fake for fake in fakes if fake.requires_grad], tangents)
         player.finish([*outputs, *gradients])
         if len(player.results) != len(player.expected.calls) or player.tape.results != player.expected.results:
             raise _Differs("it ends differently")
@@ -101,15 +96,11 @@ def _described(tensor: Tensor) -> Described:
 def _same_storage(tensors: list[Tensor]) -> list[int]:
     """For each tensor the first one in the same storage."""
     first: dict[int, int] = {}
-    return [first.setdefault(tensor.untyped_storage()._cdata, index) for index, tensor in enumerate(tensors)]
+    return [first.setdefault(_torch.storage_key(tensor), index) for index, tensor in enumerate(tensors)]
 
 
-class _Player(TapeRecorder):
+class _Player(_torch.BareMode, TapeRecorder):
     """Answers calls from what is known of them, and stops at the first that is not on the tape."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # the wrapper takes as long as the rest of a call
 
     def __init__(self, expected: Tape, known: dict[Any, Any], mode: Any) -> None:
         super().__init__()

@@ -275,6 +275,21 @@ def test_fakes_made_fast_are_like_those_of_the_mode() -> None:
         fast.data_ptr()
 
 
+def test_a_bare_mode_has_no_wrapper_around_its_dispatch() -> None:
+    class Plain(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    class Bare(_torch.BareMode, TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    assert not hasattr(Bare.__torch_dispatch__, "__wrapped__")
+    assert hasattr(Plain.__torch_dispatch__, "__wrapped__")
+    with Bare():
+        assert torch.ones(2).sum() == 2
+
+
 def test_a_fake_passes_for_a_parameter() -> None:
     maker = _torch.FakeMaker(_torch.FakeMode())
     fake = maker.make((3,), (1,), torch.float32, torch.device("cpu"))
