@@ -115,6 +115,7 @@ _FREE = frozenset({
     "unfold", "diagonal", "real", "imag", "view_as_real", "view_as_complex", "chunk", "movedim", "lift_fresh",
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_conj", "_neg_view", "unsafe_split",
     "unsafe_chunk", "adjoint", "mT", "mH", "swapaxes", "swapdims", "squeeze_", "unsafe_split_with_sizes",
+    "in_shape_of",
 })  # fmt: skip
 
 

@@ -11,9 +11,10 @@ from torch import Tensor, fx
 from torch.func import functionalize
 
 from fxckpt import _torch
-from fxckpt.joint import Edge, Trace, inplace_form, is_alias, pure_form
+from fxckpt.joint import Edge, Trace, in_shape_of, inplace_form, is_alias, pure_form
+from fxckpt.writes import SCATTERS, chain_of, is_plain_copy, is_random, plain_writes
 
-__all__ = ["SCATTERS", "Functional", "run_functional"]
+__all__ = ["Functional", "alone", "run_functional"]
 
 Question = tuple[int, str, int]
 """A gradient: index of a record, ``"total"`` or ``"part"``, and which of its totals or contributions."""
@@ -57,7 +58,7 @@ def run_functional(trace: Trace) -> Functional:
     Returns:
         The functional graph, and for every node, output and gradient of the trace the pure value that it had.
     """
-    writes = _plain_writes(trace)
+    writes = plain_writes(trace)
     if writes is not None:
         return _as_it_is(trace, writes)
     functional = _Run(trace).result()
@@ -67,137 +68,75 @@ def run_functional(trace: Trace) -> Functional:
     return functional
 
 
-def _plain_writes(trace: Trace) -> dict[fx.Node, Any] | None:
-    """In-place operators with their functional forms, if no other name for what they write to is read afterwards.
-
-    None as value marks an update of an input that nothing reads; it may stay as it is. A ``copy_`` into a view, as
-    autograd does for gradients of strided views, has the view's ``scatter`` as functional form.
-
-    Returns:
-        None if there is a write that needs the full treatment.
-    """
-    named = {*trace.output_nodes, *(node for record in trace.records for _, node in record.contributions)}
-    named.update(node for record in trace.records for node in record.totals if node is not None)
-    position = {node: place for place, node in enumerate(trace.graph_module.graph.nodes)}
-    names = {argument for _, argument in trace.edges}
-    differentiable = {node for node in position if node.name in names}
-    found: dict[fx.Node, Any] = {}
-    for node in position:
-        schema = getattr(node.target, "_schema", None)
-        if node.op != "call_function" or schema is None or not schema.is_mutable:
-            continue
-        target = node.args[0] if node.args else None
-        if not isinstance(target, fx.Node) or target in named:
-            return None
-        if target.op == "placeholder":
-            if set(target.users) != {node} or node.users or node in named:
-                return None
-            found[node] = None
-        elif _is_copy_into_view(node, position, named | differentiable, found):
-            found[node] = SCATTERS[target.target]
-        else:
-            form, chain = pure_form(node), _chain(target, found)
-            if form is None or not chain or not _unseen(chain, node, position):
-                return None
-            if is_alias(form) and torch.Tag.inplace_view not in node.target.tags:
-                return None
-            found[node] = form
-    return found
-
-
-SCATTERS: dict[Any, Any] = {
-    torch.ops.aten.as_strided.default: torch.ops.aten.as_strided_scatter.default,
-    torch.ops.aten.slice.Tensor: torch.ops.aten.slice_scatter.default,
-    torch.ops.aten.select.int: torch.ops.aten.select_scatter.default,
-}
-
-
-def _chain(target: fx.Node, found: dict[fx.Node, Any]) -> list[fx.Node]:
-    """``target``, what it is a view of, and so on to the operator that made the memory; empty if that is unclear."""
-    chain = [target]
-    while is_alias(chain[-1].target) and chain[-1].target is not operator.getitem:
-        if chain[-1] in found and not is_alias(found[chain[-1]]):
-            break  # it will be a value of its own
-        source = chain[-1].args[0]
-        if not isinstance(source, fx.Node) or source.meta["val"].dtype is not target.meta["val"].dtype:
-            return []
-        chain.append(source)
-    maker = chain[-1].args[0] if chain[-1].target is operator.getitem else chain[-1]
-    fresh = (
-        isinstance(maker, fx.Node) and maker.op == "call_function" and (not is_alias(maker.target) or maker in found)
-    )
-    return chain if fresh else []
-
-
-def _unseen(chain: list[fx.Node], write: fx.Node, position: dict[fx.Node, int]) -> bool:
-    """Whether all that else reads the memory of ``chain`` does so before ``write``, and makes no view of it."""
-    own = {write, *chain}
-    others = {user for node in chain for user in node.users} - own
-    return all(position[user] < position[write] and not is_alias(user.target) for user in others)
-
-
-def _is_copy_into_view(
-    node: fx.Node, position: dict[fx.Node, int], kept: set[fx.Node], found: dict[fx.Node, Any]
-) -> bool:
-    """Whether something is copied into a view of memory that was made for it and is read as a whole afterwards.
-
-    Args:
-        kept: nodes that must stay what they are: outputs, gradients at some moment, and what gradients flow through.
-    """
-    if node.target is not torch.ops.aten.copy_.default or node.users:
-        return False
-    view, source = node.args[:2]
-    if not isinstance(view, fx.Node) or not isinstance(source, fx.Node) or view.target not in SCATTERS:
-        return False
-    base, one, other = view.args[0], view.meta["val"], source.meta["val"]
-    if not isinstance(base, fx.Node) or base in kept or base.op != "call_function" or is_alias(base.target):
-        return False
-    written = {copy.args[0] for copy, form in found.items() if form in SCATTERS.values()}
-    earlier = [user for user in base.users if position[user] < position[node]]
-    same = (one.shape, one.dtype) == (other.shape, other.dtype)
-    views = [user for user in earlier if is_alias(user.target) and user is not view and user not in written]
-    return same and set(view.users) == {node} and not views
-
-
 def _as_it_is(trace: Trace, writes: dict[fx.Node, Any]) -> Functional:
     """A trace whose only mutations are ``writes``: running it again would take as long as the trace took."""
     graph = trace.graph_module.graph
     numbers: dict[str, str] = {}
+    made: dict[str, fx.Node] = {}
+    versions: dict[fx.Node, list[tuple[int, fx.Node]]] = {}
     position = {node: place for place, node in enumerate(graph.nodes)}
     for node, form in writes.items():
         if form in SCATTERS.values():
-            numbers[node.name] = node.args[0].name  # type: ignore[union-attr, assignment]
-            _scatter(node, form, position)
+            view: Any = node.args[0]
+            base, scatter = _scatter(node, view, form, position)
+            versions.setdefault(base, []).append((position[node], scatter))
+            numbers[scatter.name], made[scatter.name] = view.name, node
         elif form is not None:
             node.target = form
             if not is_alias(form):
-                _give_storage(_chain(node.args[0], writes))  # type: ignore[arg-type]
+                _give_storage(chain_of(node.args[0], writes))  # type: ignore[arg-type]
     nodes = {node.name: node for node in graph.nodes}
+
+    def value_at(node: fx.Node, name: str, last: int = 0) -> fx.Node:
+        """What ``node`` is when the node ``name`` is about to run; with ``last`` 1, when it has run."""
+        place = position[nodes[name]] + last if name else len(position)
+        while node in versions:
+            later = [scatter for written, scatter in versions[node] if written < place]
+            if not later:
+                break
+            node = later[-1]
+        return node
+
     gradients: dict[Question, fx.Node] = {}
     for record in trace.records:
         for place, total in enumerate(record.totals):
             if total is not None:
-                gradients[record.index, "total", place] = total
+                gradients[record.index, "total", place] = value_at(total, record.before, 1)
         for place, (_, part) in enumerate(record.contributions):
-            gradients[record.index, "part", place] = part
+            gradients[record.index, "part", place] = value_at(part, record.after, 1)
+    edges = {value_at(nodes[argument], reader): edge for (reader, argument), edge in trace.edges.items()}
     return Functional(
-        module=trace.graph_module, graph=graph, origin=dict(nodes), value={node: node for node in graph.nodes},
-        edges={nodes[argument]: edge for (_, argument), edge in trace.edges.items()},
-        outputs=list(trace.output_nodes), gradients=gradients,
+        module=trace.graph_module, graph=graph, origin={**nodes, **made}, value={node: node for node in graph.nodes},
+        edges=edges, outputs=[value_at(node, "") for node in trace.output_nodes], gradients=gradients,
         writes={node for node, form in writes.items() if form is None}, plain=True, numbers=numbers,
     )  # fmt: skip
 
 
-def _scatter(copy: fx.Node, form: Any, position: dict[fx.Node, int]) -> None:
-    """Turn ``copy_(view(base, ...), source)`` into the value that ``base`` has afterwards, for those who read it."""
-    view, source = copy.args[:2]
-    base = view.args[0]  # type: ignore[union-attr]
-    later = [user for user in base.users if position[user] > position[copy]]  # type: ignore[union-attr]
-    copy.target, copy.args, copy.kwargs = form, (base, source, *view.args[1:]), dict(view.kwargs)  # type: ignore[union-attr]
-    copy.meta["val"] = base.meta["val"]  # type: ignore[union-attr]
-    _give_storage([base])  # type: ignore[list-item]
+def _scatter(write: fx.Node, view: Any, form: Any, position: dict[fx.Node, int]) -> tuple[fx.Node, fx.Node]:
+    """The base of ``view``, and the value that it has after ``write``, for those who read it then."""
+    base: Any = view.args[0]
+    source: Any
+    later = [user for user in base.users if position[user] > position[write]]
+    if is_plain_copy(write):
+        source, scatter = write.args[1], write
+    else:
+        source, write.target = write, pure_form(write)
+        write.meta["val"] = alone(view.meta["val"])
+        with write.graph.inserting_after(write):
+            scatter = write.graph.create_node("call_function", form, name=f"{write.name}_scatter")
+        scatter.meta.update(write.meta)
+        position[scatter] = position[write]
+    if form is in_shape_of:
+        scatter.target, scatter.args, scatter.kwargs = form, (base, source), {}
+        with base.meta["val"].fake_mode:
+            scatter.meta["val"] = in_shape_of(base.meta["val"], source.meta["val"])
+    else:
+        scatter.target, scatter.args, scatter.kwargs = form, (base, source, *view.args[1:]), dict(view.kwargs)
+        scatter.meta["val"] = base.meta["val"]
+        _give_storage([base])
     for user in later:
-        user.replace_input_with(base, copy)  # type: ignore[arg-type]
+        user.replace_input_with(base, scatter)
+    return base, scatter
 
 
 def _give_storage(chain: list[fx.Node]) -> None:
@@ -206,9 +145,8 @@ def _give_storage(chain: list[fx.Node]) -> None:
     Args:
         chain: the value, what it is a view of, and so on.
     """
-    made = chain[-1].meta["val"]
-    with made.fake_mode:
-        base = torch.empty_strided(made.shape, made.stride(), dtype=made.dtype, device=made.device)
+    base = alone(chain[-1].meta["val"])
+    with base.fake_mode:
         for node in chain[:-1]:
             old = node.meta["val"]
             node.meta["val"] = torch.as_strided(base, old.shape, old.stride(), old.storage_offset())
@@ -218,6 +156,12 @@ def _give_storage(chain: list[fx.Node]) -> None:
         values = list(source.meta["val"])  # type: ignore[union-attr]
         values[place] = base  # type: ignore[index]
         source.meta["val"] = tuple(values)  # type: ignore[union-attr]
+
+
+def alone(fake: Any) -> Any:
+    """A fake tensor like ``fake`` in memory of its own."""
+    with fake.fake_mode:
+        return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
 
 
 class _Run:
@@ -335,7 +279,7 @@ def _update_in_place(functional: Functional, copy: fx.Node) -> list[fx.Node]:
     while value is not target:
         if not isinstance(value, fx.Node) or len(value.users) != 1 or value in named:
             return []
-        if value.target is not clone and (inplace_form(value) is None or _is_random(value)):
+        if value.target is not clone and (inplace_form(value) is None or is_random(value)):
             return []
         chain.append(value)
         value = value.args[0]
@@ -356,10 +300,6 @@ def _update_in_place(functional: Functional, copy: fx.Node) -> list[fx.Node]:
     for node in (copy, *chain):
         functional.graph.erase_node(node)
     return updates
-
-
-def _is_random(node: fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _placeholders(graph: fx.Graph) -> list[fx.Node]:

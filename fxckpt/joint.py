@@ -254,7 +254,7 @@ def inplace_form(node: fx.Node) -> Any:
 def is_alias(target: Any) -> bool:
     """Whether the operator's result lies in the storage of an argument, by its schema."""
     schema = getattr(target, "_schema", None)
-    named = target in (operator.getitem, aten._unsafe_view.default)
+    named = target in (operator.getitem, aten._unsafe_view.default, in_shape_of)
     return named or (schema is not None and any(result.alias_info is not None for result in schema.returns))
 
 
@@ -315,6 +315,11 @@ def in_layout(operator: Any) -> Callable[..., Tensor]:
 
     compute.__name__ = f"{operator._overloadpacket.__name__}_in_layout"
     return compute
+
+
+def in_shape_of(like: Tensor, value: Tensor) -> Tensor:
+    """``value``, which has been written over all of a view of ``like``, as ``like`` shows it."""
+    return value.view(like.shape)
 
 
 def bernoulli_like(like: Tensor, *args: Any, **kwargs: Any) -> Tensor:

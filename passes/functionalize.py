@@ -15,7 +15,7 @@ from torch import fx
 
 from fxckpt.device import is_view
 from fxckpt.errors import CaptureError
-from fxckpt.functional import Functional, run_functional
+from fxckpt.functional import Functional, alone, run_functional
 from fxckpt.joint import (
     Edge,
     JointGraph,
@@ -225,9 +225,9 @@ class _Assembly:
         self.origin[new.name] = self.second.numbers.get(old.name, old.name)
         origin = self.second.origin.get(old.name)
         if origin is not None and old.target is aten.bernoulli.p and origin.target is aten.bernoulli_.float:
-            new.target, new.meta["val"] = bernoulli_like, origin.meta["val"]
+            new.target, new.meta["val"] = bernoulli_like, alone(origin.meta["val"])
         elif origin is not None and old.target is functional_form(origin.target) is not pure_form(origin):
-            new.target, new.meta["val"] = pure_form(origin), origin.meta["val"]
+            new.target, new.meta["val"] = pure_form(origin), alone(origin.meta["val"])
         if origin is not None and origin.name in self.trace.places:
             self.places[new.name] = self.trace.places[origin.name]
         return new

@@ -95,12 +95,12 @@ def test_plain_writes_need_no_second_run(monkeypatch: pytest.MonkeyPatch, thorou
     torch.manual_seed(0)
     model, x = Plain(), torch.randn(5, 4)
     trace = capture(model, (x,), {})
-    writes = functional._plain_writes(trace)
+    writes = functional.plain_writes(trace)
     assert writes is not None
     assert len(writes) == 6
     assert [write.target for write, form in writes.items() if form is None] == [aten.add_.Tensor]
     if thorough:
-        monkeypatch.setattr(functional, "_plain_writes", lambda trace: None)
+        monkeypatch.setattr(functional, "plain_writes", lambda trace: None)
     joint = functionalize(trace)
     assert [node.target for node in joint.writes] == [aten.add_.Tensor]
     before = copy.deepcopy(model)
@@ -126,6 +126,21 @@ class Uses(nn.Module):
         return result
 
 
+def _with(y: Tensor, change: Any) -> Tensor:
+    """``y`` after ``change``."""
+    change(y)
+    return y
+
+
+def _shifted(h: Tensor) -> Tensor:
+    """As models with a decoder shift their labels: several writes into parts of a new tensor, then one into all."""
+    shifted = h.new_zeros(h.shape)
+    shifted[..., 1:] = h[..., :-1].clone()
+    shifted[..., 0] = 0.5
+    shifted[2:3].mul_(2)
+    return shifted.masked_fill_(shifted < 0, -1.5)
+
+
 @pytest.mark.parametrize("thorough", [False, True])
 @pytest.mark.parametrize(
     "use",
@@ -136,15 +151,21 @@ class Uses(nn.Module):
         lambda h: h.mul(2).unsqueeze_(0).t_() if h.dim() == 1 else h.mul(2).unsqueeze_(0),
         lambda h: h * torch.empty_like(h).fill_(0.5).mul_(3),
         lambda h: nn.functional.adaptive_avg_pool2d(h.view(1, 5, 2, 2).permute(0, 2, 3, 1), 1),  # a gradient's view
+        lambda h: h * _shifted(h.detach()),
+        lambda h: _with(h, lambda y: y[0].mul_(2)) + 1,
+        lambda h: _shifted(h) * h,  # through which gradients flow
+        lambda h: nn.functional.relu(h.mul(3).view(4, 5), inplace=True).cos(),  # whose gradient is written as a whole
+        lambda h: _shifted(_shifted(h.sin())),
+        lambda h: _with(h.clone(), lambda y: (y[1:3].zero_(), y.sin().sum(), y[:, 0].mul_(3), y[0].copy_(h[1] * 2))),
     ],
 )
 def test_more_writes_that_need_no_second_run(monkeypatch: pytest.MonkeyPatch, use: Any, thorough: bool) -> None:
     torch.manual_seed(0)
     model, x = Uses(use), torch.randn(5, 4)
     trace = capture(model, (x,), {})
-    assert functional._plain_writes(trace) is not None
+    assert functional.plain_writes(trace) is not None
     if thorough:
-        monkeypatch.setattr(functional, "_plain_writes", lambda trace: None)
+        monkeypatch.setattr(functional, "plain_writes", lambda trace: None)
     joint = functionalize(trace)
     assert bool(joint.origin) is not thorough
     output = model(x)
@@ -164,8 +185,7 @@ def _makes(node: fx.Node) -> bool:
 @pytest.mark.parametrize(
     "write",
     [
-        lambda h, x: h[0].mul_(2),  # on a view
-        lambda h, x: (h.detach(), h.mul_(2)),  # of which there is another name
+        lambda h, x: (name := h.detach(), h.mul_(2), name.sin()),  # of which there is another name
         lambda h, x: h.view(-1).mul_(2),  # which is read under its first name
     ],
 )
@@ -180,7 +200,7 @@ def test_other_writes_are_functionalized_thoroughly(write: Any) -> None:
             write(h, x)
             return h + x
 
-    assert functional._plain_writes(capture(Writing(), (torch.randn(3, 4),), {})) is None
+    assert functional.plain_writes(capture(Writing(), (torch.randn(3, 4),), {})) is None
 
 
 def test_only_updates_write_and_only_sums_add_up() -> None:
