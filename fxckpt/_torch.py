@@ -52,6 +52,7 @@ __all__ = [
     "traced",
     "transform_active",
     "watched_globally",
+    "without_dispatch",
     "without_inner_checkpoints",
 ]
 
@@ -92,6 +93,11 @@ def functional_value(tensor: Tensor) -> Tensor:
 def storage_key(tensor: Tensor) -> int:
     """Identity of the storage: equal exactly for tensors that share memory (fake tensors have no ``data_ptr``)."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def without_dispatch() -> Any:
+    """Context in which neither modes nor tensor subclasses see operators: a microsecond, see :func:`real_tensors`."""
+    return torch._C._DisableTorchDispatch()  # type: ignore[attr-defined]
 
 
 def is_operator(target: Any) -> TypeGuard[OpOverload]:
@@ -251,7 +257,7 @@ class FakeMaker:
         self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> FakeTensor:
         """A fake in a storage of its own."""
-        with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+        with without_dispatch():
             element = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
             if device not in self.first:
                 self.first[device] = FakeTensor(self.mode, element, device)

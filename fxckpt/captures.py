@@ -10,7 +10,7 @@ from torch import nn
 from fxckpt.device import Device
 from fxckpt.errors import CaptureError, PassError
 from fxckpt.pipeline import Captured, capture_region, resize_region
-from fxckpt.signature import Call
+from fxckpt.signature import Call, read_call
 from fxckpt.state import ModuleState
 
 __all__ = ["Captures"]
@@ -40,7 +40,11 @@ class Captures:
             CaptureError: it cannot be captured as a whole.
         """
         if call.structure not in self.known:
-            captured = self._resized(module, args, kwargs, call) or self._new(module, args, kwargs, call)
+            captured = self._resized(module, args, kwargs, call)
+            if captured is None:
+                captured = self._new(module, args, kwargs)
+                call = read_call(module, args, kwargs)  # the capture may have settled some attribute
+                self._add_form(call, captured)
             self.known[call.structure] = captured, ModuleState.collect(module)
             while len(self.known) > 4 * self.limit:
                 self.known.popitem(last=False)
@@ -58,14 +62,15 @@ class Captures:
                 return captured
         return None
 
-    def _new(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> Captured:
+    def _new(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
         try:
-            captured = capture_region(module, args, kwargs)
+            return capture_region(module, args, kwargs)
         except PassError as error:
             raise CaptureError(str(error), reason=str(error)) from error
+
+    def _add_form(self, call: Call, captured: Captured) -> None:
         kinds = self.forms.setdefault(call.form, [])
         kinds.insert(0, captured)
         del kinds[MAX_KINDS:]
         while len(self.forms) > self.limit:
             self.forms.popitem(last=False)
-        return captured

@@ -16,11 +16,26 @@ from torch import Tensor, nn
 from fxckpt import _torch
 from fxckpt.errors import CaptureError
 from fxckpt.joint import RegionInput
-from fxckpt.objects import Watch
+from fxckpt.objects import Setting, Watch, is_setting
 from fxckpt.refuse import Refuse, refuse_seeding
 from fxckpt.state import INTERNAL, SIMPLE, ModuleState, contains_tensor, find_tensors
+from fxckpt.tape import Tape
 
-__all__ = ["Rehearsal"]
+__all__ = ["Rehearsal", "Settles"]
+
+
+class Settles(CaptureError):
+    """Forward gives values to what had none, as a model does that finds out at its first call what kind of task it has.
+
+    Attributes:
+        settings: what it sets; undone when this is raised.
+        tape: the operator calls of this forward, and of its backward.
+    """
+
+    def __init__(self, message: str, settings: list[Setting], **details: str) -> None:
+        super().__init__(message, **details)
+        self.settings = settings
+        self.tape = Tape()
 
 
 class Rehearsal:
@@ -78,10 +93,11 @@ class Rehearsal:
             _restore_host_random_state(states)
             torch.set_rng_state(rng)
             torch.clear_autocast_cache()
-            changed = watch.changed()
+            changed, settings = watch.changed(), watch.settings()
             watch.restore()
         if changed:
-            raise CaptureError(f"forward changes {changed}", reason=f"forward changes {changed}")
+            text = f"forward changes {changed}"
+            raise Settles(text, settings, reason=text) if settings else CaptureError(text, reason=text)
         if seeded:
             raise CaptureError("forward sets the state of torch's generator", reason="torch's generator is set")
         if moved:
@@ -102,13 +118,17 @@ class Rehearsal:
                     yield f"attribute {key!r} of module {path or 'the model'!r}", value
 
     def _check_assigned(self) -> None:
-        for path, name, value in self.assigned:
-            if not contains_tensor(value):
-                raise CaptureError(
-                    f"forward changes attribute {name!r} of module {path or 'the model'!r}",
-                    module=path,
-                    reason=f"forward changes attribute {name!r}, which may steer later calls",
-                )
+        plain = [(path, name, value) for path, name, value in self.assigned if not contains_tensor(value)]
+        if not plain:
+            return
+        path, name, _ = plain[0]
+        text = f"forward changes attribute {name!r} of module {path or 'the model'!r}"
+        reason = f"forward changes attribute {name!r}, which may steer later calls"
+        modules = dict(self.state.modules)
+        settings: list[Setting] = [(vars(modules[path]), name, value) for path, name, value in plain]
+        if all(is_setting(entries.get(name), value) for entries, name, value in settings):
+            raise Settles(text, settings, module=path, reason=reason)
+        raise CaptureError(text, module=path, reason=reason)
 
     def forward(self, fakes: list[Tensor], *contexts: Any) -> tuple[Any, list[Tensor]]:
         """Run the module on ``fakes`` within ``contexts``.

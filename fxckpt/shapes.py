@@ -15,19 +15,55 @@ from torch import Tensor
 
 from fxckpt.tape import Described, Result
 
-__all__ = ["Answer", "quick_result"]
+__all__ = ["Answer", "Seen", "quick_result"]
 
 aten = torch.ops.aten
 Rule = Callable[[tuple[Any, ...], tuple[Described, ...]], Result | None]
 Answer = tuple[type, Any]
 """Class of the result with its descriptions; or ``int`` and which argument the operator writes to and returns."""
 
+
+class Seen:
+    """What operators made of their arguments.
+
+    Attributes:
+        answers: by operator, plain arguments and identity of the descriptions of its tensors.
+        descriptions: one object for each description; it lives as long as keys have its identity.
+    """
+
+    def __init__(self) -> None:
+        self.answers: dict[Any, Answer] = {}
+        self.descriptions: dict[Described, Described] = {}
+
+    def one(self, described: Described) -> Described:
+        """The object for this description."""
+        return self.descriptions.setdefault(described, described)
+
+    def keep(self, key: Any, answer: Answer | None) -> Answer | None:
+        """Remember ``answer``, if there is one."""
+        if answer is None:
+            return None
+        kind, what = answer
+        if kind is Tensor:
+            what = self.one(what)
+        elif kind is not int:
+            what = tuple(one and self.one(one) for one in what)
+        self.answers[key] = kind, what
+        return self.answers[key]
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.answers.clear()
+        self.descriptions.clear()
+
+
 # Elementwise, with a result of the type of their inputs.
 _LIKE = frozenset({
     "add", "sub", "mul", "relu", "gelu", "gelu_backward", "silu", "silu_backward", "tanh", "tanh_backward", "sigmoid",
-    "sigmoid_backward", "threshold_backward", "neg", "exp", "rsqrt", "clone",
+    "sigmoid_backward", "threshold_backward", "neg", "exp", "rsqrt", "clone", "hardtanh", "hardtanh_backward",
+    "hardswish", "hardswish_backward", "leaky_relu", "leaky_relu_backward", "elu", "sqrt", "cos", "sin",
 })  # fmt: skip
-_IN_PLACE = frozenset({"relu_", "add_", "mul_"})
+_IN_PLACE = frozenset({"relu_", "add_", "mul_", "sub_", "div_", "hardtanh_", "hardswish_", "silu_", "leaky_relu_"})
 
 
 def quick_result(func: Any, plain: tuple[Any, ...], inputs: tuple[Described, ...]) -> Answer | None:

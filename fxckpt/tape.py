@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Call", "Described", "Result", "Sizes", "Tape", "TapeRecorder", "describe", "put_in", "take_apart"]
+__all__ = ["Call", "Described", "Result", "Sizes", "Tape", "describe", "put_in", "take_apart"]
 
 Number = int
 """Of a tensor: inputs first, then results of calls in order; constants count down from -1."""
@@ -76,12 +74,19 @@ class Tape:
         names: for each call the graph nodes that the tracer made for it.
         results: the step's outputs, then its gradients, None where an input gets none.
         floats: which constants stayed real during the trace: floating point ones too, others only, or (None) none.
+        likeness: for each call what inputs have to be like for :func:`fxckpt.metas.meta_answer` to be taken for its
+            result; None if it cannot.
     """
 
     calls: list[Call] = field(default_factory=list)
     names: list[list[str]] = field(default_factory=list)
     results: tuple[Number | None, ...] = ()
     floats: bool | None = None
+    likeness: list[Any] = field(default_factory=list)
+
+    def same_step(self, other: Tape) -> bool:
+        """Whether both are the same calls with the same data flow and plain arguments."""
+        return self.calls == other.calls and self.results == other.results
 
 
 Result = Described | tuple[Described | None, ...]
@@ -110,56 +115,6 @@ class Sizes:
     output: Any
     outputs: list[Tensor]
     assigned: list[tuple[str, str, Any]]
-
-
-class TapeRecorder(TorchDispatchMode):
-    """Above the tracer: writes a :class:`Tape`. Tensors carry their number as an attribute, constants (real tensors
-    that the tracer did not make) are known by identity.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.tape = Tape()
-        self.count = 0
-        self.constants: list[Tensor] = []
-        self.constant_numbers: dict[int, Number] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "prim":  # a question about a tensor
-            return func(*args, **(kwargs or {}))
-        tensors: list[Tensor] = []
-        plain = take_apart(args, kwargs or {}, Tensor, tensors)
-        self.tape.calls.append(Call(func, tuple([self.number_of(tensor) for tensor in tensors]), plain))
-        self.tape.names.append([])
-        result = func(*args, **(kwargs or {}))
-        self.number(result if isinstance(result, (tuple, list)) else (result,))
-        return result
-
-    def note(self, name: str) -> None:
-        """The call that is running makes the node ``name``."""
-        if self.tape.names:
-            self.tape.names[-1].append(name)
-
-    def number(self, tensors: Iterable[Any]) -> None:
-        """Give the next numbers to ``tensors``."""
-        for tensor in tensors:
-            if isinstance(tensor, Tensor):
-                tensor._fxckpt_number = self.count  # type: ignore[attr-defined]
-                self.count += 1
-
-    def number_of(self, tensor: Tensor) -> Number:
-        """Number of a tensor that a call reads; one never seen is a constant."""
-        number = getattr(tensor, "_fxckpt_number", None)
-        if number is None:
-            number = self.constant_numbers.get(id(tensor))
-        if number is None:
-            self.constants.append(tensor)
-            number = self.constant_numbers[id(tensor)] = -len(self.constants)
-        return number
-
-    def finish(self, results: Iterable[Tensor | None]) -> None:
-        """The step ends with these tensors."""
-        self.tape.results = tuple(None if tensor is None else self.number_of(tensor) for tensor in results)
 
 
 def take_apart(args: Any, kwargs: dict[str, Any], kind: type, found: list[Any]) -> tuple[Any, ...]:

@@ -20,11 +20,14 @@ from fxckpt.constants import RealConstants
 from fxckpt.errors import CaptureError, FxckptError
 from fxckpt.joint import Edge, GradRecord, Trace
 from fxckpt.places import Places
-from fxckpt.rehearsal import Rehearsal
+from fxckpt.recorder import TapeRecorder
+from fxckpt.rehearsal import Rehearsal, Settles
 from fxckpt.state import ModuleState, has_hooks
-from fxckpt.tape import TapeRecorder
 
 __all__ = ["capture"]
+
+MOST_SETTINGS = 4  # rounds in which forward may set what had no value
+_MISSING = object()
 
 
 def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
@@ -36,11 +39,38 @@ def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         kwargs: keyword inputs.
 
     Returns:
-        The tagged trace. Shapes, dtypes, training flags and plain attributes are specialised.
+        The tagged trace. Shapes, dtypes, training flags and plain attributes are specialised. What forward sets once
+        and for all (a plain value where there was None) is set from now on, as after a call of the module.
 
     Raises:
         CaptureError: the Python code of the module cannot be followed; names module, line and construct.
     """
+    undo: list[tuple[dict[Any, Any], Any, Any]] = []
+    first: Settles | None = None
+    try:
+        for _ in range(MOST_SETTINGS):
+            try:
+                trace = _capture(module, args, kwargs)
+            except Settles as error:
+                first = first or error
+                if not error.tape.same_step(first.tape):
+                    raise
+                for entries, key, value in error.settings:
+                    undo.append((entries, key, entries.get(key, _MISSING)))
+                    entries[key] = value
+                continue
+            if first is not None and not trace.tape.same_step(first.tape):
+                raise first
+            return trace
+        assert first is not None
+        raise first
+    except BaseException:
+        for entries, key, value in reversed(undo):
+            entries.pop(key) if value is _MISSING else entries.update({key: value})
+        raise
+
+
+def _capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
     for path, child in module.named_modules():
         if isinstance(child, torch.jit.ScriptModule):
             raise CaptureError(f"module {path!r} is TorchScript", module=path, reason="TorchScript runs no Python")
@@ -53,8 +83,8 @@ def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             trace = _Tracing(module, state, args, kwargs, constants).run()
             trace.tape.floats = floats
             return trace
-        except CaptureError:
-            if not constants.made:
+        except CaptureError as error:
+            if not constants.made or isinstance(error, Settles):
                 raise
         # Something was done to a constant that only a traced tensor can take: it is returned, or written to.
     return _Tracing(module, state, args, kwargs, contextlib.nullcontext()).run()
@@ -84,24 +114,31 @@ class _Tracing(Rehearsal):
     def run(self) -> Trace:
         mode = _torch.FakeMode(allow_non_fake_inputs=True)
         fakes = [_fake(tensor, mode) for tensor in self.tensors]
-        with self.undone():
-            try:
-                with mode, _torch.quiet_fakes():
-                    graph_module = _torch.traced(self.joint, fakes)
-            except FxckptError:
-                raise
-            except Exception as error:
-                raise self.places.explain(error) from error
-            finally:
-                for handle in self.handles:  # hooks hold this object, and through C++ the collector cannot see them
-                    handle.remove()
-                self.record_of.clear()
+        try:
+            with self.undone():
+                graph_module = self._traced(mode, fakes)
+        except Settles as error:
+            error.tape = self.recorder.tape
+            raise
         nodes = {node.name: node for node in graph_module.graph.nodes}
         return Trace(
             graph_module=graph_module, inputs=self.inputs, assigned=self.assigned, forward_tag=self.forward_tag,
             backward_tag=self.backward_tag, edges=self.edges, places=self.places.by_name, records=self.records,
             tape=self.recorder.tape, **_by_name(self.result, nodes),
         )  # fmt: skip
+
+    def _traced(self, mode: Any, fakes: list[Tensor]) -> fx.GraphModule:
+        try:
+            with mode, _torch.quiet_fakes():
+                return _torch.traced(self.joint, fakes)
+        except FxckptError:
+            raise
+        except Exception as error:
+            raise self.places.explain(error) from error
+        finally:
+            for handle in self.handles:  # hooks hold this object, and through C++ the collector cannot see them
+                handle.remove()
+            self.record_of.clear()
 
     def joint(self, *fakes: Tensor) -> list[Tensor | None]:
         """The function that ``make_fx`` traces: forward, then gradients of all differentiable inputs."""

@@ -14,10 +14,12 @@ from torch import Tensor, nn
 
 from fxckpt import _torch
 from fxckpt.constants import TRACED, RealConstants
+from fxckpt.metas import answer_of, described, likeness, meta_answer
+from fxckpt.recorder import TapeRecorder
 from fxckpt.rehearsal import Rehearsal
-from fxckpt.shapes import quick_result
+from fxckpt.shapes import Answer, Seen, quick_result
 from fxckpt.state import ModuleState
-from fxckpt.tape import Call, Described, Result, Sizes, Tape, TapeRecorder, describe, take_apart
+from fxckpt.tape import Call, Described, Result, Sizes, Tape, take_apart
 
 __all__ = ["retrace"]
 
@@ -25,24 +27,22 @@ MOST_KNOWN = 20_000  # calls; some hundred bytes each
 log = logging.getLogger(__name__)
 
 
-def retrace(
-    tape: Tape, known: dict[Any, Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Sizes | None:
+def retrace(tape: Tape, seen: Seen, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sizes | None:
     """Run one training step of ``module`` on fake tensors and compare it with ``tape``.
 
     Args:
         tape: of a call of the same module with inputs of other sizes.
-        known: what operators made of their arguments; filled here, to be passed again for the same tape.
+        seen: what operators made of their arguments; filled here, to be passed again for the same tape.
         module: as for ``capture``.
         args, kwargs: the new inputs.
 
     Returns:
         The numbers and sizes that differ; None if anything else does, in which case only a new trace can tell.
     """
-    if len(known) > MOST_KNOWN:
-        known.clear()
+    if len(seen.answers) > MOST_KNOWN:
+        seen.clear()
     try:
-        return _Retracing(tape, known, module, args, kwargs).run()
+        return _Retracing(tape, seen, module, args, kwargs).run()
     except Exception as error:  # of any kind, and whatever it is, a new trace will meet and explain it
         log.debug("not the same step: %s", error)
         return None
@@ -54,15 +54,15 @@ class _Differs(Exception):
 
 class _Retracing(Rehearsal):
     def __init__(
-        self, tape: Tape, known: dict[Any, Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, tape: Tape, seen: Seen, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         super().__init__(module, ModuleState.collect(module), args, kwargs)
         self.fake_mode = _torch.FakeMode(allow_non_fake_inputs=True)
-        self.player = _Player(tape, known, self.fake_mode)
+        self.player = _Player(tape, seen, self.fake_mode)
 
     def run(self) -> Sizes:
         player = self.player
-        descriptions = [_described(tensor) for tensor in self.tensors]
+        descriptions = [self.player.seen.one(described) for described in _described(self.tensors)]
         fakes = [self._fake(*pair) for pair in zip(self.tensors, descriptions, strict=True)]
         player.number(fakes)
         with self.undone(), self.fake_mode, _torch.quiet_fakes(), player:
@@ -87,10 +87,11 @@ class _Retracing(Rehearsal):
         return fake
 
 
-def _described(tensor: Tensor) -> Described:
-    if tensor.layout is not torch.strided or tensor.is_complex():
+def _described(tensors: list[Tensor]) -> list[Described]:
+    found = described(tensors)
+    if found is None:
         raise _Differs("a tensor is sparse or complex")
-    return describe(tensor)
+    return list(found)
 
 
 def _same_storage(tensors: list[Tensor]) -> list[int]:
@@ -102,15 +103,15 @@ def _same_storage(tensors: list[Tensor]) -> list[int]:
 class _Player(_torch.BareMode, TapeRecorder):
     """Answers calls from what is known of them, and stops at the first that is not on the tape."""
 
-    def __init__(self, expected: Tape, known: dict[Any, Any], mode: Any) -> None:
+    def __init__(self, expected: Tape, seen: Seen, mode: Any) -> None:
         super().__init__()
-        self.expected, self.known = expected, known
+        self.expected, self.seen = expected, seen
         self.maker = _torch.FakeMaker(mode)
         self.constants_mode = None if expected.floats is None else RealConstants(expected.floats)
         self.results: list[Result] = []
 
     def fake(self, described: Described) -> _torch.FakeTensor:
-        """A fake tensor that remembers how it is described."""
+        """A fake tensor that remembers how it is described; equal descriptions are one object."""
         fake = self.maker.make(*described[:4])
         fake._fxckpt_described = described  # type: ignore[attr-defined]
         return fake
@@ -123,24 +124,34 @@ class _Player(_torch.BareMode, TapeRecorder):
             return func(*args, **kwargs)
         tensors: list[Tensor] = []
         plain = take_apart(args, kwargs, Tensor, tensors)
-        descriptions: list[Any] = [getattr(tensor, "_fxckpt_described", None) for tensor in tensors]
+        inputs: list[Any] = [getattr(tensor, "_fxckpt_described", None) for tensor in tensors]
         constants = self.constants_mode
-        if None in descriptions or (constants is not None and constants.may_concern(func, tensors)):
+        if None in inputs or (constants is not None and constants.may_concern(func, tensors)):
             result = TRACED if constants is None else constants.attempt(func, tensors, args, kwargs)
             if result is not TRACED:
                 return result
-            pairs = zip(tensors, descriptions, strict=True)
-            descriptions = [_described(tensor) if known is None else known for tensor, known in pairs]
+            pairs = zip(tensors, inputs, strict=True)
+            inputs = [self.seen.one(_described([tensor])[0]) if known is None else known for tensor, known in pairs]
         self._compare(Call(func, tuple([self.number_of(tensor) for tensor in tensors]), plain))
-        key = func, plain, tuple(descriptions)
-        found = self.known.get(key)
+        key = func, plain, *map(id, inputs)
+        found = self.seen.answers.get(key)
         if found is None:
-            found = quick_result(*key)
-            if found is not None:
-                self.known[key] = found
-        result = self._again(found, tensors) if found is not None else self._new(key, func, tensors, args, kwargs)
+            given = tuple(inputs)
+            found = quick_result(func, plain, given) or self._by_meta(func, args, kwargs, given)
+            found = self.seen.keep(key, found)
+        if found is not None:
+            result = self._again(found, tensors, inputs)
+        else:
+            result = self._new(key, inputs, func, tensors, args, kwargs)
         self.number(result if isinstance(result, (tuple, list)) else (result,))
         return result
+
+    def _by_meta(self, func: Any, args: Any, kwargs: dict[str, Any], inputs: tuple[Described, ...]) -> Answer | None:
+        """The answer of the meta kernel, where it was right in the first trace."""
+        expected = self.expected.likeness[len(self.tape.calls) - 1]
+        if expected is None or expected != likeness(inputs):
+            return None
+        return meta_answer(func, args, kwargs, inputs)
 
     def _compare(self, call: Call) -> None:
         index = len(self.tape.calls)
@@ -151,35 +162,33 @@ class _Player(_torch.BareMode, TapeRecorder):
             raise _Differs(f"{call.func} instead of {other.func}, or of other values")
         self.tape.calls.append(call)
 
-    def _again(self, found: tuple[Any, Any], tensors: list[Tensor]) -> Any:
+    def _again(self, found: tuple[Any, Any], tensors: list[Tensor], inputs: list[Described]) -> Any:
         kind, what = found
         if kind is Tensor:
             self.results.append(what)
             return self.fake(what)
         if kind is int:  # the operator writes to this argument and returns it
-            self.results.append(getattr(tensors[what], "_fxckpt_described"))  # noqa: B009
+            self.results.append(inputs[what])
             return tensors[what]
         self.results.append(what)
         return kind([item and self.fake(item) for item in what])
 
-    def _new(self, key: Any, func: Any, tensors: list[Tensor], args: Any, kwargs: dict[str, Any]) -> Any:
-        before = key[2]
+    def _new(
+        self, key: Any, inputs: list[Described], func: Any, tensors: list[Tensor], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
         result = func(*args, **kwargs)
+        answer = self.seen.keep(key, answer_of(result, tensors, inputs))
         if isinstance(result, Tensor):
-            described = result._fxckpt_described = _described(result)  # type: ignore[attr-defined]
+            described = self.seen.one(_described([result])[0])
+            result._fxckpt_described = described  # type: ignore[attr-defined]
             self.results.append(described)
-            same = next((index for index, tensor in enumerate(tensors) if tensor is result), None)
-            if same is None or before[same] == described:
-                self.known[key] = (Tensor, described) if same is None else (int, same)
             return result
-        if not isinstance(result, (tuple, list)) or any(item is tensor for item in result for tensor in tensors):
+        if answer is None:
             raise _Differs(f"{func} returns something else than new tensors")
-        for item in result:
+        for item, one in zip(result, answer[1], strict=True):
             if item is not None:
-                item._fxckpt_described = _described(item)
-        results = tuple(item if item is None else item._fxckpt_described for item in result)
-        self.results.append(results)
-        self.known[key] = (type(result), results)
+                item._fxckpt_described = one
+        self.results.append(answer[1])
         return result
 
 

@@ -6,16 +6,21 @@ being asked for, and so is every value that cannot be made again; a plan can the
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 from fxckpt.overwrite import mark_overwrites
 from fxckpt.plan import Graph, Plan, Program, Segment, SegmentProgram, Step
+from fxckpt.replay import Backward, Context
 
 __all__ = ["schedule"]
 
+MOST_KNOWN = 3_000  # segments; some ten kilobytes each
 
-def schedule(graph: Graph, plan: Plan, tangents: frozenset[int] | None = None) -> Program:
+
+def schedule(
+    graph: Graph, plan: Plan, tangents: frozenset[int] | None = None, known: dict[Any, Any] | None = None
+) -> Program:
     """Lower ``plan``.
 
     Args:
@@ -24,56 +29,39 @@ def schedule(graph: Graph, plan: Plan, tangents: frozenset[int] | None = None) -
         tangents: slots of outputs whose gradient is expected from outside; None means all of them. The backwards are
             made for these; autograd nodes that get no gradient are left out, so that what lies behind them gets None
             as in eager. What is saved serves every other pattern of gradients too.
+        known: what was lowered before of the same graph for the same tangents; filled here, to be passed again.
+            Candidate plans have most of their segments in common.
 
     Returns:
         One program per segment, in forward order.
     """
     possible = frozenset(index for index, slot in enumerate(graph.slots) if slot.tangent >= 0)
     expected = possible if tangents is None else tangents
-    context = _Context(graph, possible)
-    likely = context if expected == possible else _Context(graph, expected)
+    known = {} if known is None else known
+    if len(known) > MOST_KNOWN:
+        known.clear()
+    if "contexts" not in known:
+        context = Context(graph, possible)
+        known["contexts"] = context, context if expected == possible else Context(graph, expected)
+    context, likely = known["contexts"]
     programs: list[SegmentProgram] = []
     later = _Later(set(graph.outputs), set(), set(possible), set(expected))
     for segment in reversed(plan.segments):
-        programs.append(_SegmentLowering(context, likely, segment, later).lower())
+        key = segment, later.seen_from(context, segment)
+        if key not in known:
+            known[key] = _SegmentLowering(context, likely, segment, later).lower()
+        later.add(known[key])
+        programs.append(known[key].program)
     return Program(tuple(reversed(programs)))
 
 
-class _Context:
-    """Indexes of the graph that every segment needs."""
+class _Lowered(NamedTuple):
+    """A segment's program, and what it asks of those before it beside its inputs; see :class:`_Later`."""
 
-    def __init__(self, graph: Graph, tangents: frozenset[int]) -> None:
-        self.graph = graph
-        self.position = {value: index for index, value in enumerate(graph.forward)}
-        self.by_name = {node.name: index for index, node in enumerate(graph.nodes)}
-        self.required = set(graph.required)
-        given = {storage for node in graph.nodes if node.phase == "input" for storage in node.storages}
-        self.input_views = {
-            value
-            for value in graph.forward
-            if graph.nodes[value].view and given.issuperset(graph.nodes[value].storages)
-        }  # made again from the input itself, whose version autograd watches; a saved view would hide a change
-        self.first_total = len(graph.nodes)
-        self.items: dict[int, list[int]] = {}
-        for value in graph.forward:
-            for source in graph.nodes[value].inputs:
-                if source < self.first_total and graph.nodes[source].container:
-                    self.items.setdefault(source, []).append(value)
-        arrived = set(tangents)
-        self.active: list[bool] = []
-        for grad_node in graph.grad_nodes:
-            runs = any(slot in arrived for slot in grad_node.reads)
-            self.active.append(runs)
-            if runs:
-                arrived.update(slot for slot, _ in grad_node.contributes)
-        self.targets: dict[int, tuple[list[set[int]], dict[int, None]]] = {}  # by identity of a plan's chain
-        running = [index for index, runs in enumerate(self.active) if runs]
-        self.by_position = sorted((graph.grad_nodes[index].position, index) for index in running)
-
-    def grad_nodes(self, start: int, stop: int) -> list[int]:
-        """Indices of the autograd nodes that run and belong to positions ``start`` to ``stop``, in execution order."""
-        first, last = bisect.bisect_left(self.by_position, (start,)), bisect.bisect_left(self.by_position, (stop,))
-        return sorted(index for _, index in self.by_position[first:last])
+    program: SegmentProgram
+    backward: tuple[int, ...]
+    slots: tuple[int, ...]
+    arriving: tuple[int, ...]
 
 
 class _Later:
@@ -89,185 +77,20 @@ class _Later:
     def __init__(self, forward: set[int], backward: set[int], slots: set[int], arriving: set[int]) -> None:
         self.forward, self.backward, self.slots, self.arriving = forward, backward, slots, arriving
 
+    def add(self, lowered: _Lowered) -> None:
+        """One more segment."""
+        self.forward.update(lowered.program.inputs)
+        self.backward.update(lowered.backward)
+        self.slots.update(lowered.slots)
+        self.arriving.update(lowered.arriving)
 
-class _Backward:
-    """Emits the backward of one segment, nested replays included."""
-
-    def __init__(self, context: _Context, start: int, stop: int) -> None:
-        self.context, self.graph = context, context.graph
-        self.start, self.stop = start, stop
-        self.steps: list[Step] = []
-        self.available: set[int] = set()
-        self.external: dict[int, None] = {}
-        self.read: set[int] = set()
-        self.made: set[int] = set()
-        self.states: dict[int, None] = {}
-        self.forced: dict[int, None] = {}
-        self.totals: set[int] = set()
-        self.wanted: set[int] = set()
-
-    def inside(self, value: int, start: int, stop: int) -> bool:
-        return start <= self.context.position.get(value, -1) < stop
-
-    def run(self, segment: Segment) -> None:
-        """Backward of ``segment``; with inner segments replay their forwards first."""
-        if not segment.inner:
-            self._leaf(segment)
-            return
-        kept = {self.context.by_name[name] for name in segment.kept}
-        self.available = {v for v in self.available if v in kept or not self.inside(v, segment.start, segment.stop)}
-        targets = self._targets(segment.inner)
-        for inner, values in zip(segment.inner, targets, strict=True):
-            self._replay(inner, values)
-        for inner in reversed(segment.inner):
-            self.run(inner)
-            self.available = {v for v in self.available if self.context.position.get(v, -1) < inner.start}
-
-    def _targets(self, chain: tuple[Segment, ...]) -> list[set[int]]:
-        """For each inner segment the values that its replay must leave: those it keeps and those that others read.
-
-        The answer depends on the chain alone. It is remembered, for every level above asks for it, once to look ahead
-        and once to run: without that the time would double with each level of nesting.
-        """
-        context = self.context
-        if id(chain) in context.targets:
-            result, forced = context.targets[id(chain)]
-            self.forced.update(forced)
-            return result
-        before, self.forced = self.forced, {}
-        result = []
-        asked: set[int] = set()
-        for inner in reversed(chain):
-            probe = _Backward(context, inner.start, inner.stop)
-            kept = {context.by_name[name] for name in inner.kept} - context.input_views
-            outgoing = {value for value in asked if self.inside(value, inner.start, inner.stop)}
-            probe.available = kept | outgoing
-            probe.run(inner)
-            self.forced.update(probe.forced)
-            leave = (kept & probe.read) | outgoing
-            asked |= set(probe.external)
-            for value in self._closure(leave, inner):
-                asked.update(s for s in self.graph.nodes[value].inputs if not self.inside(s, inner.start, inner.stop))
-            result.append(leave)
-        result.reverse()
-        context.targets[id(chain)] = result, self.forced
-        self.forced = before | self.forced
-        return result
-
-    def _closure(self, targets: set[int], inner: Segment) -> list[int]:
-        """What a replay of ``inner`` runs to make ``targets``; values that cannot be made again are saved instead."""
-        needed: set[int] = set()
-        stack = list(targets)
-        while stack:
-            value = stack.pop()
-            if value in needed or value in self.forced or not self.inside(value, inner.start, inner.stop):
-                continue
-            if not self.graph.nodes[value].recomputable:
-                self.forced[value] = None
-                continue
-            needed.add(value)
-            stack += self.graph.nodes[value].inputs
-        return sorted(needed, key=self.context.position.__getitem__)
-
-    def _replay(self, inner: Segment, leave: set[int]) -> None:
-        closure = self._closure(leave, inner)
-        self.wanted = set(closure)
-        for value in closure:
-            if value not in self.available:
-                for source in self.graph.nodes[value].inputs:
-                    self._note(source)
-                self._emit(value)
-        self.available = {v for v in self.available if v in leave or not self.inside(v, inner.start, inner.stop)}
-
-    def _leaf(self, segment: Segment) -> None:
-        self.wanted = self._wanted(segment)
-        for index in self.context.grad_nodes(segment.start, segment.stop):
-            self._grad_node(index)
-
-    def _wanted(self, segment: Segment) -> set[int]:
-        """Forward values of the segment that its backward will read or recompute."""
-        stack = [
-            source
-            for index in self.context.grad_nodes(segment.start, segment.stop)
-            for node in self.graph.grad_nodes[index].nodes
-            for source in self.graph.nodes[node].inputs
-        ]
-        wanted: set[int] = set()
-        while stack:
-            value = stack.pop()
-            if (
-                value in wanted
-                or value in self.available
-                or value in self.forced
-                or not self.inside(value, self.start, self.stop)
-            ):
-                continue
-            wanted.add(value)
-            stack += self.graph.nodes[value].inputs
-        return wanted
-
-    def _grad_node(self, index: int) -> None:
-        grad_node = self.graph.grad_nodes[index]
-        read = {source for node in grad_node.nodes for source in self.graph.nodes[node].inputs}
-        for slot in grad_node.reads:
-            if slot not in self.totals and self.graph.total(slot) in read:
-                self.steps.append(Step("zero", self.graph.slots[slot].value, slot))
-                self.totals.add(slot)
-        for node in grad_node.nodes:
-            for source in self.graph.nodes[node].inputs:
-                self._need(source)
-            self.steps.append(Step("run", node))
-        for slot, value in grad_node.contributes:
-            if self.graph.slots[slot].owner != -2:
-                self.steps.append(Step("add", value, slot))
-                self.totals.add(slot)
-
-    def _need(self, value: int) -> None:
-        """Make ``value`` available, recomputing what it is made of (an explicit stack: chains can be long)."""
-        stack = [(value, False)]
-        while stack:
-            value, ready = stack.pop()
-            if self._note(value):
-                continue
-            node = self.graph.nodes[value]
-            if not node.recomputable:
-                self.forced[value] = None
-                self.read.add(value)
-            elif ready:
-                self._emit(value)
-            else:
-                stack.append((value, True))
-                stack += [(source, False) for source in reversed(node.inputs)]
-
-    def _note(self, value: int) -> bool:
-        """Whether ``value`` is at hand; remembers that it was read."""
-        if value in self.available or value in self.forced:
-            if value not in self.made:
-                self.read.add(value)
-            return True
-        if value >= self.context.first_total or self.graph.nodes[value].phase == "backward":
-            return True
-        if not self.inside(value, self.start, self.stop):
-            self.external[value] = None
-            return True
-        return False
-
-    def _emit(self, value: int) -> None:
-        node = self.graph.nodes[value]
-        if node.random:
-            self.states[value] = None
-        self.steps.append(Step("replay" if node.random else "run", value))
-        self.available.add(value)
-        self.made.add(value)
-        if node.container:  # take the results apart at once, so that the rest of the tuple is freed
-            for item in self.context.items.get(value, ()):
-                if item in self.wanted and item not in self.available:
-                    self.steps.append(Step("run", item))
-                    self.available.add(item)
-                    self.made.add(item)
+    def seen_from(self, context: Context, segment: Segment) -> tuple[frozenset[int], ...]:
+        """All of it that matters to ``segment``."""
+        values, slots = context.parts(segment.start, segment.stop)
+        return values & self.forward, values & self.backward, slots & self.slots, slots & self.arriving
 
 
-def _closure(context: _Context, targets: set[int], start: int, stop: int) -> set[int]:
+def _closure(context: Context, targets: set[int], start: int, stop: int) -> set[int]:
     """``targets`` and everything between ``start`` and ``stop`` that they are computed from."""
     needed: set[int] = set()
     stack = list(targets)
@@ -281,7 +104,7 @@ def _closure(context: _Context, targets: set[int], start: int, stop: int) -> set
 
 
 class _SegmentLowering:
-    def __init__(self, context: _Context, likely: _Context, segment: Segment, later: _Later) -> None:
+    def __init__(self, context: Context, likely: Context, segment: Segment, later: _Later) -> None:
         self.context, self.likely, self.graph = context, likely, context.graph
         self.segment, self.later = segment, later
         self.start, self.stop = segment.start, segment.stop
@@ -289,9 +112,10 @@ class _SegmentLowering:
     def _inside(self, value: int) -> bool:
         return self.start <= self.context.position.get(value, -1) < self.stop
 
-    def lower(self) -> SegmentProgram:
+    def lower(self) -> _Lowered:
         graph, later = self.graph, self.later
-        outputs = {value for value in later.forward | later.backward if self._inside(value)}
+        values, _ = self.context.parts(self.start, self.stop)
+        outputs = set(values & later.forward | values & later.backward)
         kept = {self.context.by_name[name] for name in self.segment.kept} - self.context.input_views
         free = {v for v in outputs - self.context.input_views if v in later.backward or graph.nodes[v].keepable}
         tangents = self._tangents(outputs)
@@ -315,20 +139,14 @@ class _SegmentLowering:
             backward=_finish(graph, steps, {graph.total(slot) for slot in gradients if slot >= 0}, arriving),
             gradients=gradients,
         )  # fmt: skip
-        self._update_later(inputs, backward, returned)
-        self.later.arriving.update(step.slot for step in steps if step.op == "add")
-        return program
+        added = dict.fromkeys(step.slot for step in steps if step.op == "add")
+        return _Lowered(program, tuple(backward.external), tuple(returned.values()), tuple(added))
 
-    def _backward(self, context: _Context, available: set[int], tangents: list[int]) -> _Backward:
-        backward = _Backward(context, self.start, self.stop)
+    def _backward(self, context: Context, available: set[int], tangents: list[int]) -> Backward:
+        backward = Backward(context, self.start, self.stop)
         backward.available, backward.totals = set(available), set(tangents)
         backward.run(self.segment)
         return backward
-
-    def _update_later(self, inputs: list[int], backward: _Backward, returned: dict[int, int]) -> None:
-        self.later.forward.update(inputs)
-        self.later.backward.update(backward.external)
-        self.later.slots.update(returned.values())
 
     def _tangents(self, outputs: set[int]) -> list[int]:
         """Slots owned by this segment that later segments or the caller contribute to."""
@@ -350,7 +168,7 @@ class _SegmentLowering:
             steps.append(Step("run", value))
         return steps
 
-    def _inputs(self, forward: list[Step], backward: _Backward) -> list[int]:
+    def _inputs(self, forward: list[Step], backward: Backward) -> list[int]:
         found: dict[int, None] = {}
         for step in forward:
             node = self.graph.nodes[step.value]
@@ -358,7 +176,7 @@ class _SegmentLowering:
         found.update(backward.external)
         return list(found)
 
-    def _gradients(self, backward: _Backward) -> tuple[dict[int, int], dict[int, int]]:
+    def _gradients(self, backward: Backward) -> tuple[dict[int, int], dict[int, int]]:
         """Input -> slot that is returned for it; and the inputs that are passed through.
 
         The engine adds contributions one by one. Where this segment contributes twice to a sum that later segments

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextvars
+import copy
 import inspect
 import random
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fxckpt import auto_checkpoint
 from fxckpt.errors import CaptureError
 from fxckpt.joint import Trace
 from fxckpt.passes.capture import capture
@@ -334,3 +336,53 @@ def test_hooks_of_a_library_that_only_collects_are_traced() -> None:
 
 def test_objects_that_forward_only_reads_are_fine() -> None:
     capture(Remembers(""), (torch.ones(2, 2),), {"memory": Memory()})
+
+
+class Settling(nn.Module):
+    """Finds out at its first call what kind of model it is; ``how`` says where it remembers that."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear, self.how, self.kind, self.memory = nn.Linear(2, 2), how, None, Memory()
+        self.memory.kind = None  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        place: Any = self if "attribute" in self.how else self.memory
+        first, again = place.kind is None, "again" in self.how
+        if first or again:
+            place.kind = x.shape[0] if not again else (0 if first else place.kind + 1)
+        return self.linear(x) * (2 if first and "steers" in self.how else 1)
+
+
+@pytest.mark.parametrize("how", ["attribute", "object"])
+def test_what_forward_settles_once_and_for_all_stays(how: str) -> None:
+    model = Settling(how)
+    assert len(capture(model, (torch.ones(3, 2),), {}).tape.calls) > 3
+    assert (model if how == "attribute" else model.memory).kind == 3  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("how", ["attribute steers", "object steers", "attribute again", "object again"])
+def test_what_steers_forward_or_changes_again_is_refused_and_undone(how: str) -> None:
+    model = Settling(how)
+    before = dict(vars(model.memory))
+    with pytest.raises(CaptureError, match="forward changes attribute"):
+        capture(model, (torch.ones(3, 2),), {})
+    assert model.kind is None
+    assert vars(model.memory) == before
+
+
+@pytest.mark.parametrize("how", ["attribute", "object", "attribute steers", "object again"])
+def test_a_model_that_settles_trains_as_in_eager(how: str) -> None:
+    torch.manual_seed(0)
+    plain = Settling(how)
+    planned = auto_checkpoint(copy.deepcopy(plain), strategy="sqrtn")
+    for size in (3, 3, 5):
+        x = torch.randn(size, 2)
+        for model in (plain, planned):
+            model.zero_grad()
+        results = [model(x) for model in (plain, planned)]
+        for result in results:
+            result.sum().backward()
+        assert torch.equal(*results)
+        assert torch.equal(plain.linear.weight.grad, planned.linear.weight.grad)  # type: ignore[arg-type, union-attr]
+        assert (plain.kind, plain.memory.kind) == (planned.kind, planned.memory.kind)  # type: ignore[attr-defined, union-attr]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
-from fxckpt.passes import schedule as schedule_module
+from fxckpt import replay
 from fxckpt.passes.cuts import cuts
 from fxckpt.passes.schedule import schedule
 from fxckpt.plan import Graph, Plan, Program, Segment, SegmentProgram, Step
@@ -273,10 +274,8 @@ def test_a_saved_view_of_what_is_recomputed_is_not_written_over() -> None:
 def test_deeply_nested_plans_are_lowered_in_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = mlp(40)
     visits = []
-    run = schedule_module._Backward.run
-    monkeypatch.setattr(
-        schedule_module._Backward, "run", lambda self, segment: (visits.append(segment), run(self, segment))
-    )
+    run = replay.Backward.run
+    monkeypatch.setattr(replay.Backward, "run", lambda self, segment: (visits.append(segment), run(self, segment)))
     inner: tuple[Segment, ...] = ()
     end = len(graph.forward)
     free = [position for position in range(1, end) if not any(low < position <= high for low, high in graph.forbidden)]
@@ -290,3 +289,15 @@ def test_deeply_nested_plans_are_lowered_in_little_time(monkeypatch: pytest.Monk
     depth = len(free) - 1
     assert depth > 20
     assert len(visits) < 4 * depth**2
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_segments_that_were_lowered_before_are_those_of_a_fresh_start(seed: int) -> None:
+    graph = _graph(seed)
+    tangents = frozenset(slot for slot, entry in enumerate(graph.slots) if entry.tangent >= 0 and slot % 2 == seed % 2)
+    for some in (None, tangents):
+        known: dict[Any, Any] = {}
+        for number in range(12):
+            plan = _plan(graph, number % 7, nested=number % 2 == 0)
+            assert schedule(graph, plan, some, known) == schedule(graph, plan, some)
+        assert any(key != "contexts" for key in known)

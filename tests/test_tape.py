@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from fxckpt.tape import TapeRecorder, describe, put_in, take_apart
+from fxckpt.recorder import TapeRecorder
+from fxckpt.tape import describe, put_in, take_apart
 
 aten = torch.ops.aten
 ARGUMENTS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
