@@ -48,12 +48,15 @@ def _planning() -> str:
             row["model"],
             row["nodes"],
             f"{row['seconds']:.2f}",
-            f"{row['another_size_seconds']:.2f}" if "another_size_seconds" in row else "",
+            f"{row['smaller_size_seconds']:.2f}",
+            f"{row['larger_size_seconds']:.2f}",
             f"{row['memory_bytes'] / 2**20:.0f}",
         ]
         for row in record["rows"]
     ]
-    table = tabulate(rows, ["model", "operators", "seconds", "another size", "memory, MiB"], tablefmt="pipe")
+    headers = ["model", "operators", "seconds", "smaller inputs", "larger inputs", "memory, MiB"]
+    align = ("left", *("right",) * 5)
+    table = tabulate(rows, headers, tablefmt="pipe", disable_numparse=True, colalign=align)
     return f"### Planning\n\n{_source(record)}\n\n{table}"
 
 

@@ -29,6 +29,7 @@ class ChainCosts(NamedTuple):
         piled: ``piled[b, p]`` are gradients that a segment ending at cut ``b`` holds when it has come back to cut
             ``p``, although nothing reads them any more: those it was given, and those it will return when it is done.
         results: results of the region created before a cut.
+        passing: those that the caller lets go of when forward is over, without what crosses the cut.
     """
 
     seconds: Floats
@@ -39,6 +40,7 @@ class ChainCosts(NamedTuple):
     tangents: int
     piled: Ints
     results: Ints
+    passing: Ints
 
 
 def chain_costs(graph: Graph, chain: Chain) -> ChainCosts:
@@ -64,15 +66,21 @@ def chain_costs(graph: Graph, chain: Chain) -> ChainCosts:
                     last[storage] = position
     crossing: Any = np.zeros((count + 1, count), dtype=np.int64)
     results: Any = np.zeros(count, dtype=np.int64)
+    passing: Any = np.zeros(count, dtype=np.int64)
+    released = {storage for value in graph.passing for storage in graph.nodes[value].storages}
     pinned: Any = np.zeros(count, dtype=np.int64)
     for storage, position in birth.items():
         kind = results if storage in held else pinned
         if storage in held or not graph.nodes[graph.forward[position]].recomputable:
             kind[cut_of[position] :] += graph.storage_bytes[storage]
+        if storage in released:
+            passing[cut_of[position] :] += graph.storage_bytes[storage]
     for cut, stage in enumerate(chain.stages, start=1):
         for storage in stage.boundary:
             if storage not in held:
                 crossing[cut_of[birth[storage]], cut] += graph.storage_bytes[storage]
+            if storage in released:
+                passing[cut] -= graph.storage_bytes[storage]
     boundary = np.cumsum(crossing[::-1], axis=0)[::-1][1:]  # born behind cut a, crossing cut p
     forward = _forward_peaks(graph, cuts, birth, last, held, runs)
     seconds: Any = np.zeros(count)
@@ -80,7 +88,7 @@ def chain_costs(graph: Graph, chain: Chain) -> ChainCosts:
         if value in runs:
             seconds[cut_of[position]] += graph.nodes[value].seconds
     gradients, tangents, piled = _gradients(graph, cuts)
-    return ChainCosts(np.cumsum(seconds), boundary, pinned, forward, gradients, tangents, piled, results)
+    return ChainCosts(np.cumsum(seconds), boundary, pinned, forward, gradients, tangents, piled, results, passing)
 
 
 def _forward_peaks(

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from fxckpt.clock import Clock
 from fxckpt.errors import BudgetInfeasibleError, PlanMismatchError
+from fxckpt.menus import resized_menus
 from fxckpt.passes.bound import bound
 from fxckpt.passes.cuts import cuts
 from fxckpt.passes.dp import dp
 from fxckpt.passes.menu import menu
 from fxckpt.passes.simulate import simulate
 from fxckpt.passes.sqrtn import sqrtn
-from fxckpt.plan import Chain, Frontier, Graph, Plan, Program, Segment, Timeline
-from fxckpt.search import Candidate, Search, simulated
+from fxckpt.plan import Chain, Frontier, Graph, MenuPoint, Plan, Program, Segment, Timeline
+from fxckpt.search import Candidate, Predicted, Search, simulated
 from fxckpt.units import GIB, format_bytes
 
 __all__ = ["Decision", "Goal", "Options", "fingerprint"]
 
+SLOTS = (200, 600)  # of the dynamic program at other sizes: the finer one where the coarse one finds nothing
 SLACK = 0.02  # plans from other sizes may be this much dearer, as a fraction of the plain step
 MEASUREMENTS = 4  # how often the peak may move to another operator when its scratch memory is measured
 MAX_SPLITS = 8  # a model with more differentiable outputs (a cache for each layer) is not cut at each of them
@@ -103,26 +105,49 @@ class Options:
         self.decision: Decision | None = None
         self.held = _without_unused_outputs(graph, tangents)
         self.fingerprint = fingerprint(graph)
+        self.first = first
+        self.bounds: dict[int, float] = {}
+        self.menus: tuple[tuple[MenuPoint, ...], ...] = ()
         self.chain: Chain
+        self.plain_plan: Plan
         self.plain_program: Program
         self.search: Search
+        self.lowered: dict[Any, Any] = {} if first is None else first.lowered
         if first is not None:
-            self.chain, self.plain_program = first.chain, first.plain_program
+            self.chain, self.plain_plan, self.plain_program = first.chain, first.plain_plan, first.plain_program
             self.plain = clock.run("simulate", simulate, graph, self.plain_program, tangents)
             self.search = first.search.at_sizes(graph)
+            self._share_plain()
             return
         self.chain = clock.run("cuts", cuts, self.held)
-        keep_all = _keep_everything(graph, self.chain)
-        self.plain_program, self.plain = clock.run("simulate", simulated, graph, keep_all, tangents)
+        ends = _output_ends(graph)
+        keep_all = self.plain_plan = _split(graph, _keep_everything(graph, self.chain), ends)
+        self.plain_program, self.plain = clock.run("simulate", simulated, graph, keep_all, tangents, self.lowered)
         if goal.plan is not None:
             if goal.plan.fingerprint not in ("", self.fingerprint):
                 raise PlanMismatchError("the plan was made for another model or another input signature")
             _check(graph, goal.plan.segments, 0, len(graph.forward))
             frontier = Frontier((goal.plan,))
         else:
-            frontier = clock.run(goal.strategy, _candidates, goal.strategy, self.held, self.chain, keep_all)
-        plans = tuple(_split_at_outputs(graph, plan) for plan in frontier.plans)
-        self.search = Search(graph, plans, tangents, ordered=goal.strategy != "sqrtn")
+            frontier = clock.run(goal.strategy, self._candidates, keep_all)
+        plans = tuple(_split(graph, plan, ends) for plan in frontier.plans)
+        self.search = Search(graph, plans, tangents, self.lowered, ordered=goal.strategy != "sqrtn")
+        self._share_plain()
+
+    def _share_plain(self) -> None:
+        """The step without recomputation has been lowered and simulated, and may be a candidate."""
+        plan = self.search.plans[0]
+        if plan.segments == self.plain_plan.segments:
+            self.search.give(0, (plan, self.plain_program, self.plain))
+
+    def _candidates(self, keep_all: Plan) -> Frontier:
+        if self.goal.strategy == "none":
+            return Frontier((keep_all,))
+        if self.goal.strategy == "sqrtn":
+            return sqrtn(self.graph, self.chain)
+        self.menus = menu(self.held, self.chain, ends=_output_ends(self.graph))
+        frontier = dp(self.held, self.chain, self.menus)
+        return Frontier((dataclasses.replace(keep_all, strategy="dp"), *frontier.plans))
 
     def decide(self) -> Decision:
         """The cheapest plan whose simulated peak is within the budget.
@@ -140,12 +165,29 @@ class Options:
         """Like :meth:`decide`, for a graph whose scratch memory is estimated.
 
         Args:
-            gap: a plan may be this far from the bound, and a little further; infinite for the last attempt.
+            gap: candidates of the first sizes will do if one is this far from the bound, or a little further; if not,
+                the dynamic program runs for these sizes.
             measured: the graph with measured scratch memory near the peak of a timeline, None if it is what it was.
 
         Returns:
-            None if no plan fits, or none comes near enough to the bound.
+            None if no plan fits.
         """
+        best = self._chosen_measured(measured)
+        if self.first is None:
+            best = best or self._best_effort()
+        elif self.first.menus and (best is None or self._gap(best) > gap + SLACK):
+            other = None
+            for slots in SLOTS:
+                self.search = self.clock.run("dp", self._anew, self.first, slots)
+                other = self._chosen_measured(measured)
+                if other is not None:
+                    break
+            if best is None or (other is not None and other[2].recompute_seconds < best[2].recompute_seconds):
+                best = other
+        return None if best is None else self.settle(best)
+
+    def _chosen_measured(self, measured: Callable[[Timeline], Graph | None]) -> Candidate | None:
+        """The cheapest candidate that fits when scratch memory near its peak is measured."""
         chosen = self._chosen()
         for _ in range(MEASUREMENTS):
             graph = None if chosen is None else measured(chosen[2])
@@ -156,12 +198,16 @@ class Options:
             timeline = simulate(graph, chosen[1], self.tangents)
             fits = self.goal.limit is None or timeline.peak_bytes <= self.goal.limit
             chosen = (*chosen[:2], timeline) if fits else self._chosen()
-        if chosen is None and gap == math.inf:
-            chosen = self._best_effort()
-        if chosen is None:
-            return None
-        decision = self.settle(chosen)
-        return decision if decision.gap <= gap + SLACK else None
+        return chosen
+
+    def _anew(self, first: Options, slots: int) -> Search:
+        """A search among plans for these sizes, from the kept sets of the first sizes."""
+        assert self.goal.limit is not None
+        menus = resized_menus(first.held, self.held, self.chain, first.menus)
+        frontier = dp(self.held, self.chain, menus, slots, self.goal.limit)
+        ends = _output_ends(self.graph)
+        plans = tuple(_split(self.graph, plan, ends) for plan in frontier.plans)
+        return Predicted(self.graph, plans, self.tangents, self.lowered)
 
     def _best_effort(self) -> Candidate | None:
         """The smallest peak, if that will do."""
@@ -196,21 +242,25 @@ class Options:
         named = zip(program.segments, plan.segments, strict=True)
         program = Program(tuple(dataclasses.replace(p, name=s.name) for p, s in named))
         smallest = self.search.smallest()[2].peak_bytes
-        least = None
-        if goal.limit is not None and goal.strategy == "dp":
-            least = self.clock.run("bound", bound, self.held, max(goal.limit, plan.peak_bytes), self.moments)
+        least = self._least(candidate)
         return Decision(
             graph, self.chain, plan, program, timeline, self.plain, smallest, self.tangents, self.clock.seconds, least
         )  # fmt: skip
 
+    def _least(self, candidate: Candidate) -> float | None:
+        """Seconds of recomputation that no schedule avoids; None if that is not what was asked for."""
+        if self.goal.limit is None or self.goal.strategy != "dp":
+            return None
+        limit = max(self.goal.limit, candidate[2].peak_bytes)
+        if limit not in self.bounds:
+            self.bounds[limit] = self.clock.run("bound", bound, self.held, limit, self.moments)
+        return self.bounds[limit]
 
-def _candidates(strategy: str, graph: Graph, chain: Chain, keep_all: Plan) -> Frontier:
-    if strategy == "none":
-        return Frontier((keep_all,))
-    if strategy == "sqrtn":
-        return sqrtn(graph, chain)
-    frontier = dp(graph, chain, menu(graph, chain))
-    return Frontier((dataclasses.replace(keep_all, strategy="dp"), *frontier.plans))
+    def _gap(self, candidate: Candidate) -> float:
+        """Recomputation beyond the bound as a fraction of the plain step."""
+        least = self._least(candidate)
+        beyond = 0.0 if least is None else candidate[2].recompute_seconds - least
+        return beyond / self.plain.plain_seconds if self.plain.plain_seconds else 0.0
 
 
 def _infeasible(goal: Goal, graph: Graph, plan: Plan, program: Program, timeline: Timeline) -> BudgetInfeasibleError:
@@ -268,7 +318,9 @@ def _without_unused_outputs(graph: Graph, tangents: frozenset[int]) -> Graph:
         runs = any(slot in arrived for slot in node.reads)
         arrived.update(slot for slot, _ in node.contributes if runs)
         grad_nodes.append(node if runs else dataclasses.replace(node, reads=(), nodes=(), contributes=()))
-    return dataclasses.replace(graph, outputs=outputs, slots=tuple(slots), grad_nodes=tuple(grad_nodes))
+    return dataclasses.replace(
+        graph, outputs=outputs, passing=tuple(unused), slots=tuple(slots), grad_nodes=tuple(grad_nodes)
+    )
 
 
 def _keep_everything(graph: Graph, chain: Chain) -> Plan:
@@ -280,8 +332,8 @@ def _keep_everything(graph: Graph, chain: Chain) -> Plan:
     return Plan("none", tuple(segments))
 
 
-def _split_at_outputs(graph: Graph, plan: Plan) -> Plan:
-    """Cut segments right behind each differentiable output.
+def _output_ends(graph: Graph) -> tuple[int, ...]:
+    """Where every plan is cut: right behind each differentiable output.
 
     Then an output that later layers read (the logits before the loss) is the very tensor that they read, so that
     gradients with respect to it can be asked for; and a head whose output gets no gradient is a segment that backward
@@ -289,13 +341,15 @@ def _split_at_outputs(graph: Graph, plan: Plan) -> Plan:
     """
     position = {value: index for index, value in enumerate(graph.forward)}
     ends = {position[slot.value] + 1 for slot in graph.slots if slot.tangent >= 0 and slot.value in position}
-    blocked = {index for low, high in graph.forbidden for index in range(low + 1, high + 1)}
-    ends -= blocked
-    if len(ends) > MAX_SPLITS:
-        return plan
+    ends -= {index for low, high in graph.forbidden for index in range(low + 1, high + 1)}
+    return tuple(sorted(ends)) if len(ends) <= MAX_SPLITS else ()
+
+
+def _split(graph: Graph, plan: Plan, ends: Sequence[int]) -> Plan:
+    """``plan`` cut at ``ends``."""
     segments: list[Segment] = []
     for segment in plan.segments:
-        cuts_inside = sorted(end for end in ends if segment.start < end < segment.stop and not segment.inner)
+        cuts_inside = [end for end in ends if segment.start < end < segment.stop and not segment.inner]
         for start, stop in zip([segment.start, *cuts_inside], [*cuts_inside, segment.stop], strict=True):
             names = {graph.nodes[value].name for value in graph.forward[start:stop]}
             kept = tuple(name for name in segment.kept if name in names)

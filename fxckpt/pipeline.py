@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import threading
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +23,7 @@ from fxckpt.passes.rewrite import rewrite
 from fxckpt.passes.schedule import schedule
 from fxckpt.plan import Graph, Plan, SegmentProgram, Timeline
 from fxckpt.resize import Blueprint, Resized, Unlike
+from fxckpt.shapes import Seen
 from fxckpt.workspace import measure_workspaces
 
 __all__ = ["Captured", "build_graph", "capture_region", "choose", "emit", "resize_region"]
@@ -51,7 +51,7 @@ class Captured:
     options: Options | None = None
     resized: Resized | None = None
     first: Captured | None = None
-    seen: dict[Any, Any] = field(default_factory=dict)
+    seen: Seen = field(default_factory=Seen)
     blueprint: Blueprint | None = None
 
 
@@ -153,7 +153,7 @@ def choose(captured: Captured, graph: Graph, goal: Goal) -> Decision | None:
         taken_over = Options(graph, goal, captured.tangents, first).decide_within(first.decision.gap, measured)
         if taken_over is not None:
             return taken_over
-    return Options(graph, goal, captured.tangents).decide_within(math.inf, measured)
+    return Options(graph, goal, captured.tangents).decide_within(0.0, measured)
 
 
 def emit(captured: Captured, decision: Decision) -> fx.GraphModule:

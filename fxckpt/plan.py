@@ -135,6 +135,7 @@ class Graph:
         slots: gradients.
         storage_bytes: size of each storage as the allocator counts it.
         outputs: values that leave the region (forward nodes or inputs).
+        passing: values that the caller holds until forward is over and the loss is known, no longer.
         required: forward values that must be run in forward although no output needs them (mutations).
         forbidden: half-open ranges ``(low, high]`` of positions at which the forward must not be cut;
             a cut at ``i`` separates positions below ``i`` from ``i`` and above.
@@ -151,6 +152,7 @@ class Graph:
     slots: tuple[Slot, ...]
     storage_bytes: tuple[int, ...]
     outputs: tuple[int, ...]
+    passing: tuple[int, ...] = ()
     required: tuple[int, ...] = ()
     forbidden: tuple[tuple[int, int], ...] = ()
     fixed_bytes: int = 0
@@ -165,7 +167,7 @@ class Graph:
     def executed(self) -> set[int]:
         """What forward has to run, and the inputs of that: all that outputs and mutations are computed from."""
         seen: set[int] = set()
-        stack = [*self.outputs, *self.required]
+        stack = [*self.outputs, *self.passing, *self.required]
         while stack:
             value = stack.pop()
             if value not in seen:
@@ -210,6 +212,8 @@ class MenuPoint:
         stages: number of stages of the window that starts with this stage.
         idle_seconds: time of the forward operations that make nothing of what is kept; a replay that ends with the
             window leaves them out.
+        moments: of backward, those that can be its peak at other sizes of the inputs: bytes that grow with the inputs,
+            and gradients of parameters, which do not.
     """
 
     kept: tuple[int, ...]
@@ -219,6 +223,7 @@ class MenuPoint:
     backward_peak_bytes: int = 0
     stages: int = 1
     idle_seconds: float = 0.0
+    moments: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from fxckpt.errors import CaptureError, FxckptError, VerificationError
 from fxckpt.guard import Guard
 from fxckpt.joint import JointGraph
 from fxckpt.measure import compare_steps
+from fxckpt.objects import restored
 from fxckpt.pipeline import Captured, build_graph, choose, emit
 from fxckpt.plan import Plan
 from fxckpt.regions import Regions, RegionUse, combined_plan, thin
@@ -229,7 +230,7 @@ class Planner:
             if outcome is None:
                 with without_collection():
                     outcome = self._plan(model, args, kwargs, call)
-                self.outcomes[call.key] = outcome
+                self.outcomes[read_call(model, args, kwargs).key] = outcome  # a capture may settle some attribute
                 while len(self.outcomes) > self.settings.max_signatures:
                     self.outcomes.popitem(last=False)
             outcome.guard = Guard(model, args, kwargs)
@@ -300,7 +301,7 @@ class Planner:
             return self._region(path, module, args, kwargs, call, given)
 
         regions = Regions(make, read_call, goal, self.settings.leave, self.settings.regions)
-        with unchanged(model):
+        with unchanged(model), restored(model):
             _try_out(regions, model, args, kwargs, error)
         if not regions.uses:
             raise error

@@ -146,9 +146,11 @@ class Report:
 
     def _verdict(self) -> list[tuple[str, str, str]]:
         unit = tables.unit_for([self.peak_bytes, self.plain_peak_bytes, self.budget_bytes])
+        if self.peak_bytes < unit[1] / 10:  # a budget that is far from being needed
+            unit = tables.unit_for([self.peak_bytes, self.plain_peak_bytes])
 
         def size(count: int) -> str:
-            return f"{count / unit[1]:.2f} {unit[0]}"
+            return f"{count / unit[1]:.2f} {unit[0]}" if count < 10_000 * unit[1] else format_bytes(count)
 
         spare = self.budget_bytes - self.peak_bytes
         if not self.budget_bytes:

@@ -18,11 +18,19 @@ from torch import Tensor, fx
 from fxckpt import _torch
 from fxckpt.device import HALF, Device, op_work, roofline_seconds, sum_seconds
 from fxckpt.errors import FxckptError
-from fxckpt.functional import SCATTERS
-from fxckpt.joint import JointGraph, allocated_bytes, bernoulli_like, fixed_parts, functional_form, in_layout
+from fxckpt.joint import (
+    JointGraph,
+    allocated_bytes,
+    bernoulli_like,
+    fixed_parts,
+    functional_form,
+    in_layout,
+    in_shape_of,
+)
 from fxckpt.plan import Graph, Node, Slot, Timeline
 from fxckpt.tape import Call, Described, Result, Sizes, describe, take_apart
 from fxckpt.workspace import measure_workspaces
+from fxckpt.writes import SCATTERS
 
 __all__ = ["Blueprint", "Resized", "Unlike"]
 
@@ -48,6 +56,7 @@ class _Place:
         reads: values that it reads.
         allocates: (storage, result, alone) for each storage that it makes; ``alone`` if that is no larger than need be.
         scatter: it writes into a copy of its first argument what its call makes a view of.
+        shaped: it is the second argument in the shape of the first, of which its call makes a view.
     """
 
     call: int
@@ -55,9 +64,12 @@ class _Place:
     reads: tuple[int, ...]
     allocates: tuple[tuple[int, int, bool], ...]
     scatter: bool = False
+    shaped: bool = False
 
     def plain(self, calls: list[Call]) -> tuple[Any, ...]:
         """Plain arguments of the node, given those of its call."""
+        if self.shaped:
+            return (Tensor, Tensor)
         return (Tensor, *calls[self.call].plain) if self.scatter else calls[self.call].plain
 
 
@@ -99,14 +111,15 @@ class Blueprint:
         found: list[fx.Node] = []
         plain = take_apart(node.args, node.kwargs, fx.Node, found)
         func, reads = self.calls[call].func, self.calls[call].reads
+        writes = node.target in SCATTERS.values() and node.target is SCATTERS.get(func)
         place = _Place(
             call, None, tuple(self.joint.index[source] for source in found), self._allocates(value, node),
-            node.target in SCATTERS.values() and node.target is SCATTERS.get(func),
+            writes and node.target is not in_shape_of, writes and node.target is in_shape_of,
         )  # fmt: skip
         forms = (func, functional_form(func), bernoulli_like, in_layout(func), _TRACED_AS.get(func), SCATTERS.get(func))
         if node.target not in forms or plain != place.plain(self.calls):
             raise Unlike(f"{node.name} is not the call that it comes from")
-        if place.scatter:
+        if writes:
             return place
         for source, number in zip(found, reads, strict=True):
             if number < 0:
@@ -179,6 +192,10 @@ class Resized:
             if place.scatter:
                 base: Any = results[place.reads[0]]
                 results.append(base._replace(storage_bytes=base.least_bytes))
+                continue
+            if place.shaped:
+                base, written = results[place.reads[0]], results[place.reads[1]]
+                results.append(written._replace(shape=base.shape, stride=base.stride))  # type: ignore[union-attr]
                 continue
             result: Any = self.sizes.results[place.call]
             results.append(result if place.item is None else result[place.item])

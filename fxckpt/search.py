@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fxckpt.passes.schedule import schedule
 from fxckpt.passes.simulate import simulate
 from fxckpt.plan import Graph, Plan, Program, Timeline
@@ -12,9 +14,9 @@ __all__ = ["Candidate", "Search", "simulated"]
 Candidate = tuple[Plan, Program, Timeline]
 
 
-def simulated(graph: Graph, plan: Plan, tangents: frozenset[int]) -> tuple[Program, Timeline]:
-    """``plan`` lowered, and the timeline of that."""
-    program = schedule(graph, plan, tangents)
+def simulated(graph: Graph, plan: Plan, tangents: frozenset[int], known: dict[Any, Any]) -> tuple[Program, Timeline]:
+    """``plan`` lowered, and the timeline of that; ``known`` as for the schedule pass."""
+    program = schedule(graph, plan, tangents, known)
     return program, simulate(graph, program, tangents)
 
 
@@ -29,9 +31,20 @@ class Search:
     AROUND = 4
     LAST = 8
 
-    def __init__(self, graph: Graph, plans: tuple[Plan, ...], tangents: frozenset[int], ordered: bool = True) -> None:
+    def __init__(
+        self, graph: Graph, plans: tuple[Plan, ...], tangents: frozenset[int], lowered: dict[Any, Any],
+        ordered: bool = True,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            graph: the joint graph with costs.
+            plans: the candidates.
+            tangents: slots of outputs that get a gradient.
+            lowered: what the schedule pass knows of this graph.
+            ordered: the cheapest comes first; else in no order.
+        """
         self.graph, self.plans, self.tangents = graph, plans, tangents
-        self.ordered = ordered
+        self.lowered, self.ordered = lowered, ordered
         self.programs: dict[int, Program] = {}
         self.known: dict[int, Candidate] = {}
         self.peaks: dict[int, int] = {}  # beyond what is fixed
@@ -41,15 +54,19 @@ class Search:
         if index not in self.known:
             plan = self.plans[index]
             if index not in self.programs:
-                self.programs[index] = schedule(self.graph, plan, self.tangents)
+                self.programs[index] = schedule(self.graph, plan, self.tangents, self.lowered)
             program = self.programs[index]
-            self.known[index] = plan, program, simulate(self.graph, program, self.tangents)
-            self.peaks[index] = self.known[index][2].peak_bytes - self.graph.fixed_bytes
+            self.give(index, (plan, program, simulate(self.graph, program, self.tangents)))
         return self.known[index]
+
+    def give(self, index: int, candidate: Candidate) -> None:
+        """Candidate ``index`` is known already."""
+        self.programs[index], self.known[index] = candidate[1], candidate
+        self.peaks[index] = candidate[2].peak_bytes - self.graph.fixed_bytes
 
     def at_sizes(self, graph: Graph) -> Search:
         """The same candidates for the same graph at other sizes."""
-        return _Resized(graph, self)
+        return _Carried(graph, self)
 
     def fits(self, index: int, limit: int) -> bool:
         """Whether the peak of candidate ``index`` is at most ``limit`` bytes."""
@@ -61,6 +78,8 @@ class Search:
 
     def cheapest_within(self, limit: int) -> Candidate | None:
         """The cheapest candidate found whose peak is at most ``limit`` bytes."""
+        if self.ordered and 0 in self.known and self.fits(0, limit):
+            return self.at(0)
         if not self.ordered:
             fitting = [self.at(index) for index in range(len(self.plans)) if self.fits(index, limit)]
             return min(fitting, key=lambda c: (c[2].recompute_seconds, c[2].peak_bytes), default=None)
@@ -85,19 +104,19 @@ class Search:
         return min((self.at(index) for index in last), key=lambda c: (c[2].peak_bytes, c[2].recompute_seconds))
 
 
-class _Resized(Search):
+class _Carried(Search):
     """A search that costs little: lowering a plan does not depend on sizes, and the first search lowered many."""
 
     LAST = 1
     WORTH = 0.02  # one more is lowered between two plans whose prices differ by this part of the plain step
 
     def __init__(self, graph: Graph, first: Search) -> None:
-        super().__init__(graph, first.plans, first.tangents, first.ordered)
+        super().__init__(graph, first.plans, first.tangents, first.lowered, first.ordered)
         self.programs, self.first_peaks = first.programs, {**first.peaks}
 
     def cheapest_within(self, limit: int) -> Candidate | None:
         """The cheapest candidate found whose peak is at most ``limit`` bytes, among those that were lowered before."""
-        if not self.ordered:
+        if not self.ordered or (0 in self.known and self.fits(0, limit)):
             return super().cheapest_within(limit)
         lowered = sorted(self.programs)
         place = self._guess(lowered, limit)
@@ -125,3 +144,41 @@ class _Resized(Search):
     def _price(self, index: int) -> float:
         timeline = self.at(index)[2]
         return timeline.recompute_seconds / timeline.plain_seconds
+
+
+class Predicted(Search):
+    """A search among plans made for these sizes, cheapest first, whose peaks are predicted well.
+
+    The prediction is mended by what the last simulation was off, so that few plans are looked at.
+    """
+
+    LAST = 1
+    MOST = 5
+    WORTH = 0.002  # one more is looked at if it is cheaper by this part of the plain step
+
+    def at_sizes(self, graph: Graph) -> Search:
+        """The same candidates for the same graph with other scratch memory."""
+        other = Predicted(graph, self.plans, self.tangents, self.lowered)
+        other.programs = self.programs
+        return other
+
+    def cheapest_within(self, limit: int) -> Candidate | None:
+        """The cheapest candidate found whose peak is at most ``limit`` bytes."""
+        best, off, low, high = None, 0, 0, len(self.plans)
+        for _ in range(self.MOST):
+            index = next((i for i in range(low, high) if self.plans[i].peak_bytes + off <= limit), None)
+            if index is None:
+                if best is not None or low == high:
+                    break
+                index = high - 1
+            if best is not None:
+                cheaper = self.plans[high].extra_seconds - self.plans[index].extra_seconds
+                if cheaper < self.WORTH * best[2].plain_seconds:
+                    break
+            candidate = self.at(index)
+            off = candidate[2].peak_bytes - self.plans[index].peak_bytes
+            if candidate[2].peak_bytes <= limit:
+                best, high = candidate, index
+            else:
+                low = index + 1
+        return best

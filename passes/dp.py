@@ -42,7 +42,9 @@ class _Move(NamedTuple):
     inner: tuple[_Move, ...]
 
 
-def dp(graph: Graph, chain: Chain, menus: Sequence[Sequence[MenuPoint]], slots: int = 0) -> Frontier:
+def dp(
+    graph: Graph, chain: Chain, menus: Sequence[Sequence[MenuPoint]], slots: int = 0, most_bytes: int | None = None
+) -> Frontier:
     """Plans for all amounts of memory, the cheapest first; they do not depend on any budget.
 
     Memory is cut into ``slots`` (by default 600, fewer for long chains), once from nothing to what keeping
@@ -50,19 +52,18 @@ def dp(graph: Graph, chain: Chain, menus: Sequence[Sequence[MenuPoint]], slots: 
     slot, so peaks are close but not exact: whoever chooses among the plans has to simulate them.
     O(L^2 (L + K) S) time and O(L^2 S) memory for L stages, K menu points per stage and S slots.
 
+    With ``most_bytes`` there are only plans for up to this much memory, from one solution.
+
     Assumes that a stage's backward reads nothing of earlier stages that does not cross its first cut.
     """
     costs = chain_costs(graph, chain)
     count = len(chain.stages)
     solver = _Solver(costs, menus, slots or max(200, min(600, 60_000 // max(count, 1))))
-    widest = tuple(_Move(a, a + 1, 0, ()) for a in range(count))
-    top = solver.peak(widest, count)
-    moves = {widest: None, **dict.fromkeys(solver.solve(top))}
-    least = min(solver.peak(move, count) for move in moves)
-    if least * 3 < top:
-        moves.update(dict.fromkeys(solver.solve(least * 2)))
-    smallest = min(moves, key=lambda move: (solver.peak(move, count), solver.price(move, count)))
-    moves.update(dict.fromkeys(solver.descend(smallest)))
+    if most_bytes is None:
+        moves = _all_plans(solver)
+    else:
+        room = max(most_bytes - graph.fixed_bytes, 1)
+        moves = dict.fromkeys(solver.solve(min(room, solver.peak(solver.widest, count))))
     ranked = ((max(solver.price(move, count), 0.0), solver.peak(move, count)) for move in moves)
     rows = sorted((price, peak, index) for index, (price, peak) in enumerate(ranked))
     plans: list[Plan] = []
@@ -72,8 +73,21 @@ def dp(graph: Graph, chain: Chain, menus: Sequence[Sequence[MenuPoint]], slots: 
         if lowest is None or peak < lowest:
             lowest = peak
             segments = _segments(list(moves)[index], chain, menus, names)
-            plans.append(Plan("dp", segments, extra_seconds=price))
+            plans.append(Plan("dp", segments, peak_bytes=peak + graph.fixed_bytes, extra_seconds=price))
     return Frontier(tuple(plans))
+
+
+def _all_plans(solver: _Solver) -> dict[tuple[_Move, ...], None]:
+    """Plans for amounts of memory from the least that will do to what keeping everything takes."""
+    widest, count = solver.widest, solver.count
+    top = solver.peak(widest, count)
+    moves = {widest: None, **dict.fromkeys(solver.solve(top))}
+    least = min(solver.peak(move, count) for move in moves)
+    if least * 3 < top:
+        moves.update(dict.fromkeys(solver.solve(least * 2)))
+    smallest = min(moves, key=lambda move: (solver.peak(move, count), solver.price(move, count)))
+    moves.update(dict.fromkeys(solver.descend(smallest)))
+    return moves
 
 
 def _segments(
@@ -103,6 +117,8 @@ class _Solver:
         self.costs, self.menus, self.slots = costs, menus, slots
         self.count, self.aim = len(menus), slots
         self.ends: Any = np.arange(self.count + 1)
+        self.needs: dict[tuple[int, int, int, int], int] = {}
+        self.widest = tuple(_Move(a, a + 1, 0, ()) for a in range(self.count))
 
     def solve(self, top: int) -> list[tuple[_Move, ...]]:
         """The best plan for each of ``slots`` amounts of memory up to ``top`` bytes, if there is one."""
@@ -118,11 +134,12 @@ class _Solver:
         self.shifts = self._rounded(stored, np.arange(count + 1) * GOLDEN % 1.0)
         self.piles: Any = self._rounded(self.costs.piled, 0.5)
         for a in range(count - 1, -1, -1):
-            for index in range(len(self.menus[a])):
-                self._keep(a, index)
+            self._keep(a)
             costly = (self.value[a] > self.value[a, :, -1:]).sum(axis=1)  # slots below which memory is worth something
+            useful = np.maximum.accumulate(costly[::-1])[::-1].tolist()
+            needs = self._rounded(self._forward_needs(a), 0.5)
             for p in range(a + 1, count):
-                self._redo(a, p, int(costly[p + 1 :].max()))
+                self._redo(a, p, useful[p + 1], needs[p - a - 1, p + 1 :])
         amounts = [slot for slot in range(slots, -1, -1) if np.isfinite(self.value[0, count, slot])]
         return list(dict.fromkeys(self._read(0, count, slot) for slot in amounts))
 
@@ -142,61 +159,78 @@ class _Solver:
         """Bytes in units. With offsets from 0 to 1 that differ from cut to cut, errors along the chain cancel."""
         return np.floor(np.asarray(size) / self.unit + offset).astype(np.int64)
 
-    def _needs(self, a: int, point: MenuPoint, b: Any) -> Any:
-        """Memory that the window needs when its context ends at ``b``."""
-        costs, stop = self.costs, a + point.stages
+    def _needs(self, points: Sequence[MenuPoint], a: int, stop: int) -> Any:
+        """Bytes that each point of the window from ``a`` to ``stop`` needs, by point and by where its context ends."""
+        costs, ends = self.costs, self.ends[stop:]
         gradients = costs.gradients[stop] + (costs.tangents if stop == self.count else 0)
-        backward = point.backward_peak_bytes + gradients + costs.results[-1] + costs.piled[b, stop]
-        results = np.where(b == self.count, costs.results[a], costs.results[-1])
-        return np.maximum(point.forward_peak_bytes + costs.gradients[b] + results, backward)
+        results = np.full(len(ends), costs.results[-1])
+        results[-1] = costs.results[a] + costs.passing[a]  # the context ends with the region: this is forward proper
+        forward = np.array([point.forward_peak_bytes for point in points])[:, None] + costs.gradients[ends] + results
+        backward = np.array([point.backward_peak_bytes for point in points])[:, None] + costs.piled[ends, stop]
+        return np.maximum(forward, backward + gradients + costs.results[-1])
 
-    def _forward_needs(self, a: int, p: int, b: Any) -> Any:
-        """Memory that running forward from ``a`` to ``p`` needs when stages from ``b`` on are done."""
-        results = np.where(b == self.count, self.costs.results[p], self.costs.results[-1])
-        return self.costs.forward[a, a:p].max() + self.costs.gradients[b] + results
+    def _forward_needs(self, a: int) -> Any:
+        """Bytes that running forward from ``a`` to each later cut needs, by cut and by where the context ends."""
+        costs = self.costs
+        highest = np.maximum.accumulate(costs.forward[a, a:])
+        results = np.full((len(highest), self.count + 1), costs.results[-1])
+        results[:, -1] = costs.results[a + 1 :] + costs.passing[a + 1 :]
+        return highest[:, None] + costs.gradients + results
 
     def _offer(self, a: int, first: int, low: int, offer: Any, needs: Any, chosen: int) -> None:
-        """Take ``offer`` for ``C(a, b, m)``, ``b`` from ``first`` and ``m`` from ``low`` on, where it is better."""
+        """Take ``offer`` for ``C(a, b, m)``, ``b`` from ``first`` and ``m`` from ``low`` on, where it is better.
+
+        ``needs`` is the memory in units that it takes for each ``b``.
+        """
         span = slice(low, low + offer.shape[1])
         target = self.value[a, first:, span]
         better = offer * np.float32(1 + 1e-6) < target
-        better &= self.grid[span] >= self._rounded(needs, 0.5)[:, None]
+        better &= self.grid[span] >= needs[:, None]
         np.copyto(target, offer, where=better)
         np.copyto(self.choice[a, first:, span], chosen, where=better)
 
-    def _keep(self, a: int, index: int) -> None:
-        """Treat the window as menu point ``index`` says."""
-        point = self.menus[a][index]
-        stop = a + point.stages
-        kept = point.kept_bytes + int(self.costs.boundary[a, stop])
-        charge = int(self._rounded(kept, (a * GOLDEN + index * GOLDEN**2) % 1.0))
-        self.charges[a].append(charge)
-        needs = self._needs(a, point, self.ends[stop:])
-        last: Any = np.full((1, self.slots + 1), self._extra(point, stop, stop), dtype=np.float32)
-        target, choice = self.value[a, stop], self.choice[a, stop]
-        better = (last[0] < target) & (self.grid >= self._rounded(needs[0], 0.5))
-        np.copyto(target, last[0], where=better)
-        np.copyto(choice, index, where=better)
-        if stop < self.count and charge <= self.slots:
-            behind = self.value[stop, stop + 1 :, : self.slots + 1 - charge]
-            self._offer(a, stop + 1, charge, behind + np.float32(point.extra_seconds), needs[1:], index)
+    def _keep(self, a: int) -> None:
+        """Treat each window that starts with ``a`` as its menu points say."""
+        points = self.menus[a]
+        kept = [point.kept_bytes + int(self.costs.boundary[a, a + point.stages]) for point in points]
+        charges = self._rounded(kept, (a * GOLDEN + np.arange(len(points)) * GOLDEN**2) % 1.0).tolist()
+        self.charges[a] = charges
+        for stages in sorted({point.stages for point in points}):
+            stop = a + stages
+            members = [index for index, point in enumerate(points) if point.stages == stages]
+            needs = self._rounded(self._needs([points[index] for index in members], a, stop), 0.5)
+            last = np.array([self._extra(points[index], stop, stop) for index in members], dtype=np.float32)
+            alone: Any = np.where(self.grid >= needs[:, :1], last[:, None], np.float32(np.inf))
+            best = alone.argmin(axis=0)
+            better = alone[best, self.grid] < self.value[a, stop]
+            np.copyto(self.value[a, stop], alone[best, self.grid], where=better)
+            np.copyto(self.choice[a, stop], np.array(members)[best], where=better)
+            for index, point_needs in zip(members, needs, strict=True):
+                charge = charges[index]
+                if stop < self.count and charge <= self.slots:
+                    behind = self.value[stop, stop + 1 :, : self.slots + 1 - charge]
+                    offer = behind + np.float32(points[index].extra_seconds)
+                    self._offer(a, stop + 1, charge, offer, point_needs[1:], index)
 
     def _extra(self, point: MenuPoint, stop: int, b: int) -> float:
         """Extra time of a menu point; the last window of a nested run need not make what nobody reads again."""
         return point.extra_seconds - (point.idle_seconds if stop == b < self.count else 0.0)
 
-    def _redo(self, a: int, p: int, high: int) -> None:
+    def _redo(self, a: int, p: int, high: int, needs: Any) -> None:
         """Run forward from ``a`` to ``p`` keeping nothing, and come back to it later; for slots below ``high``."""
         left, shift = self.value[a, p], int(self.shifts[a, p])
-        if shift >= high or not np.isfinite(left[high - 1]):
+        if shift >= high or left[high - 1] == np.inf:
             return
         piles = self.piles[p + 1 :, p]
         pad = int(piles.max())
-        padded = np.concatenate([np.full(pad, np.inf, dtype=np.float32), left])
-        left = padded[self.grid[shift:high] + pad - piles[:, None]] if pad else left[shift:high]
-        seconds = np.float32(self.costs.seconds[p] - self.costs.seconds[a])
-        offer = self.value[p, p + 1 :, : high - shift] + left + seconds
-        self._offer(a, p + 1, shift, offer, self._forward_needs(a, p, self.ends[p + 1 :]), -p)
+        if pad:
+            padded = np.concatenate([np.full(pad, np.inf, dtype=np.float32), left])
+            left = padded[self.grid[shift:high] + pad - piles[:, None]]
+        else:
+            left = left[shift:high]
+        offer = self.value[p, p + 1 :, : high - shift] + left
+        offer += np.float32(self.costs.seconds[p] - self.costs.seconds[a])
+        self._offer(a, p + 1, shift, offer, needs, -p)
 
     def _read(self, a: int, b: int, slot: int) -> tuple[_Move, ...]:
         """The plan that gave ``C(a, b, slot)``."""
@@ -219,15 +253,23 @@ class _Solver:
         """Highest memory of a plan of stages up to ``b`` beyond what crosses its first cut, without rounding."""
         highest, stored = 0, 0
         for move in moves:
-            a, stop = move.start, move.stop
+            needs = self._needs_of(move, b)
             if move.inner:
-                inner = self.peak(move.inner, stop) + int(self.costs.piled[b, stop])
-                needs = max(inner, int(self._forward_needs(a, stop, b)))
-            else:
-                needs = int(self._needs(a, self.menus[a][move.point], b))
+                needs = max(needs, self.peak(move.inner, move.stop) + int(self.costs.piled[b, move.stop]))
             highest = max(highest, stored + needs)
             stored += self._charge(move)
         return highest
+
+    def _needs_of(self, move: _Move, b: int) -> int:
+        """Bytes that a window, or the run forward of a nested run, needs in a context that ends at ``b``."""
+        key = move.start, move.stop, move.point, b
+        if key not in self.needs:
+            a, stop = move.start, move.stop
+            if move.inner:
+                self.needs[key] = int(self._forward_needs(a)[stop - a - 1, b])
+            else:
+                self.needs[key] = int(self._needs([self.menus[a][move.point]], a, stop)[0, b - stop])
+        return self.needs[key]
 
     def descend(self, moves: tuple[_Move, ...]) -> Iterator[tuple[_Move, ...]]:
         """Plans with ever smaller peaks, each with one menu point changed.

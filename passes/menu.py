@@ -44,6 +44,7 @@ class _Storage(NamedTuple):
         keepable: it may be kept.
         needed: backward of the window reads it.
         held: it leaves the region, and is alive throughout backward.
+        passing: it leaves the region, and is alive until the end of forward.
     """
 
     size: int
@@ -52,6 +53,7 @@ class _Storage(NamedTuple):
     keepable: bool
     needed: bool
     held: bool
+    passing: bool
 
 
 class _Step(NamedTuple):
@@ -69,12 +71,16 @@ class _Step(NamedTuple):
 
 
 class _Window(NamedTuple):
-    """A run of stages in its own numbering: equal for windows of equal structure, whose menus are the same."""
+    """A run of stages in its own numbering: equal for windows of equal structure, whose menus are the same.
+
+    ``returned`` is gradient memory that outlives the window's backward, ``leaves`` that of parameters among it.
+    """
 
     ops: tuple[_Op, ...]
     storages: tuple[_Storage, ...]
     backward: tuple[_Step, ...]
     returned: tuple[int, ...]
+    leaves: tuple[int, ...]
     state_bytes: int
 
 
@@ -86,10 +92,12 @@ class _Choice(NamedTuple):
     ticks: int
     idle: int
     forward_peak: int
-    backward_peak: int
+    moments: tuple[tuple[int, int], ...]
 
 
-def menu(graph: Graph, chain: Chain, widest: int = 6, most: int = 16) -> tuple[tuple[MenuPoint, ...], ...]:
+def menu(
+    graph: Graph, chain: Chain, widest: int = 6, most: int = 16, ends: Sequence[int] = ()
+) -> tuple[tuple[MenuPoint, ...], ...]:
     """For each stage the points of every window of up to ``widest`` stages that starts with it.
 
     A point is a set of kept values that no other set, and no mixture of two, beats in both kept bytes and extra
@@ -103,10 +111,11 @@ def menu(graph: Graph, chain: Chain, widest: int = 6, most: int = 16) -> tuple[t
         chain: its stages.
         widest: stages in the widest window.
         most: points of a window of more than one stage.
+        ends: positions at which plans are cut later, also inside windows: what is read beyond them has to be kept.
     """
     known: dict[_Window, tuple[_Choice, ...]] = {}
     components: dict[object, object] = {}
-    reader = _Reader(graph)
+    reader = _Reader(graph, ends)
     menus: list[tuple[MenuPoint, ...]] = []
     for first in range(len(chain.stages)):
         points: list[MenuPoint] = []
@@ -125,9 +134,10 @@ def menu(graph: Graph, chain: Chain, widest: int = 6, most: int = 16) -> tuple[t
                         kept_bytes=choice.kept_bytes,
                         extra_seconds=choice.ticks / TICKS,
                         forward_peak_bytes=choice.forward_peak,
-                        backward_peak_bytes=choice.backward_peak,
+                        backward_peak_bytes=max(map(sum, choice.moments)),
                         stages=last - first + 1,
                         idle_seconds=choice.idle / TICKS,
+                        moments=choice.moments,
                     )
                 )
         menus.append(tuple(points))
@@ -137,9 +147,11 @@ def menu(graph: Graph, chain: Chain, widest: int = 6, most: int = 16) -> tuple[t
 class _Reader:
     """Cuts windows out of the graph."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, ends: Sequence[int]) -> None:
         self.graph = graph
+        self.passed = _passed(graph, ends)
         self.held = {storage for value in graph.outputs for storage in graph.nodes[value].storages}
+        self.passing = {storage for value in graph.passing for storage in graph.nodes[value].storages}
         self.runs = graph.executed()
         self.keepers: dict[int, int] = {}
         for value in graph.forward:
@@ -162,8 +174,12 @@ class _Reader:
         for value in values:
             for storage in nodes[value].allocates:
                 local[storage] = len(local)
-        ops = [self._op(v, local) for v in values if nodes[v].allocates or not (nodes[v].view or nodes[v].container)]
-        backward, returned = self._backward(start, stop, local)
+        ops = [
+            self._op(value, local, range(start + 1, stop))
+            for value in values
+            if nodes[value].allocates or not (nodes[value].view or nodes[value].container)
+        ]
+        backward, returned, leaves = self._backward(start, stop, local)
         needed = {storage for step in backward for storage in step.needs}
         pinned = {storage for op in ops if not op.recomputable for storage in op.makes}
         crossing = set(boundary)
@@ -173,17 +189,19 @@ class _Reader:
             keepable = keeper >= 0 and (nodes[keeper].keepable or number in pinned)
             crosses = storage in crossing
             size, held = self.graph.storage_bytes[storage], storage in self.held
-            storages.append(_Storage(size, crosses, crosses and keepable, keepable, number in needed, held))
-        return _Window(tuple(ops), tuple(storages), backward, returned, self.graph.state_bytes), keepers
+            flags = crosses, crosses and keepable, keepable, number in needed, held, storage in self.passing
+            storages.append(_Storage(size, *flags))
+        return _Window(tuple(ops), tuple(storages), backward, returned, leaves, self.graph.state_bytes), keepers
 
-    def _op(self, value: int, local: dict[int, int]) -> _Op:
+    def _op(self, value: int, local: dict[int, int], inside: range) -> _Op:
         node = self.graph.nodes[value]
         runs = value in self.runs
         ticks = round(node.seconds * TICKS) if runs else 0
         reads, makes = self._locals(node.inputs, local), tuple(local[storage] for storage in node.allocates)
         over = self._locals(node.inputs[:1], local) if node.inplace else ()
         first = over[0] if len(over) == 1 else -1
-        return _Op(reads, makes, ticks, node.workspace_bytes, first, node.random, node.recomputable, runs)
+        again = node.recomputable and not any(end in inside for end in self.passed.get(value, ()))
+        return _Op(reads, makes, ticks, node.workspace_bytes, first, node.random, again, runs)
 
     def _locals(self, values: Iterable[int], local: dict[int, int]) -> tuple[int, ...]:
         """Storages of the window that ``values`` live in."""
@@ -191,8 +209,10 @@ class _Reader:
         storages = (storage for value in values if value < len(nodes) for storage in nodes[value].storages)
         return tuple(dict.fromkeys(local[storage] for storage in storages if storage in local))
 
-    def _backward(self, start: int, stop: int, local: dict[int, int]) -> tuple[tuple[_Step, ...], tuple[int, ...]]:
-        """Steps of the window's backward, and the gradient memory that outlives them."""
+    def _backward(
+        self, start: int, stop: int, local: dict[int, int]
+    ) -> tuple[tuple[_Step, ...], tuple[int, ...], tuple[int, ...]]:
+        """Steps of the window's backward, the gradient memory that outlives them, and of that the leaves'."""
         graph, names = self.graph, count(len(local))
         made: dict[int, int] = {}  # storage of the graph: gradient memory
         totals: dict[int, tuple[int, ...]] = {}  # slot: gradient memory of its total
@@ -233,7 +253,21 @@ class _Reader:
                 steps.append(_Step(self._locals([value], local), reads, makes, makes[0][1], 0, first))
                 totals[slot] = (fresh,)
         returned = {name for slot, names_of in totals.items() if slot not in consumed for name in names_of}
-        return tuple(steps), tuple(sorted(returned))
+        leaves = {name for slot, names_of in totals.items() if graph.slots[slot].owner == -1 for name in names_of}
+        return tuple(steps), tuple(sorted(returned)), tuple(sorted(leaves))
+
+
+def _passed(graph: Graph, ends: Sequence[int]) -> dict[int, list[int]]:
+    """For each forward value those of ``ends`` beyond which its storages are read, in forward or in backward."""
+    found: dict[int, list[int]] = {}
+    for end in ends:
+        makers = {storage: value for value in graph.forward[:end] for storage in graph.nodes[value].allocates}
+        grads = [value for grad in graph.grad_nodes if grad.position >= end for value in grad.nodes]
+        reads = {read for value in (*graph.forward[end:], *grads) for read in graph.nodes[value].inputs}
+        storages = {storage for read in reads if read < len(graph.nodes) for storage in graph.nodes[read].storages}
+        for value in {makers[storage] for storage in storages if storage in makers}:
+            found.setdefault(value, []).append(end)
+    return found
 
 
 def _solve(window: _Window, most: int, known: dict[object, object]) -> tuple[_Choice, ...]:
@@ -269,7 +303,7 @@ def _choice(
     available.intersection_update(need for step in steps for need in step.needs)
     # What leaves the region is alive throughout backward, whoever reads it.
     ready = {number: storages[number].size for number in available if not storages[number].held}
-    backward_peak = _peak(steps, ready, set(window.returned))
+    moments = _moments(steps, _highs(steps, ready, set(window.returned)), window.leaves)
     used: set[int] = set()
     stack = list(available)
     while stack:
@@ -279,8 +313,8 @@ def _choice(
             stack += ops[index].reads
     idle = sum(op.ticks for index, op in enumerate(ops) if op.runs and index not in used)
     forward = [again[index] for index, op in enumerate(ops) if op.runs or index in used]
-    stays = {*available, *(number for number, storage in enumerate(storages) if storage.crosses)}
-    return _Choice(tuple(sorted(available)), *point, idle, _peak(forward, {}, stays), backward_peak)
+    stays = {*available, *(number for number, storage in enumerate(storages) if storage.crosses or storage.passing)}
+    return _Choice(tuple(sorted(available)), *point, idle, max(_highs(forward, {}, stays)), moments)
 
 
 def _with_recomputation(
@@ -315,8 +349,11 @@ def _run(window: _Window, index: int, present: set[int]) -> _Step:
     return _Step(op.reads, (), makes, sum(size for _, size in makes), op.workspace + twice, op.over)
 
 
-def _peak(steps: Sequence[_Step], ready: dict[int, int], stays: set[int]) -> int:
-    """Highest memory while ``steps`` run, from ``ready`` on; memory dies with its last use unless it ``stays``."""
+def _highs(steps: Sequence[_Step], ready: dict[int, int], stays: set[int]) -> list[int]:
+    """Memory before ``steps`` run, from ``ready`` on, and at most while each of them runs.
+
+    Memory dies with its last use unless it ``stays``.
+    """
     last: dict[int, int] = {}
     sizes = dict(ready)
     for index, step in enumerate(steps):
@@ -329,13 +366,24 @@ def _peak(steps: Sequence[_Step], ready: dict[int, int], stays: set[int]) -> int
     for name, index in last.items():
         if name in sizes and name not in stays:
             dying[index] += sizes[name]
-    live = peak = sum(ready.values())
+    live = sum(ready.values())
+    highs = [live]
     for index, step in enumerate(steps):
         live += step.size
-        high = live + step.workspace
-        if high > peak:
-            if step.over in sizes and last[step.over] == index and step.over not in stays:
-                high -= sizes[step.over]
-            peak = max(peak, high)
+        over = step.over
+        saved = sizes[over] if over in sizes and last[over] == index and over not in stays else 0
+        highs.append(live + step.workspace - saved)
         live -= dying[index]
-    return peak
+    return highs
+
+
+def _moments(steps: Sequence[_Step], highs: Sequence[int], leaves: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Moments of backward that can be the highest if all grows but gradients of parameters, which stay to the end."""
+    settled = [0]
+    for step in steps:
+        settled.append(settled[-1] + sum(size for name, size in step.makes if name in leaves))
+    found: list[tuple[int, int]] = []
+    for high, fixed in zip(reversed(highs), reversed(settled), strict=True):
+        if not found or high - fixed > found[-1][0]:
+            found.append((high - fixed, fixed))
+    return tuple(found)

@@ -18,7 +18,7 @@ MAX_FUNCTION_LINES = 65
 LEVELS = [
     {"errors", "units", "_version", "_torch", "tape"},
     {"clock", "plan", "joint", "tables", "device", "hull", "listing", "optimizer", "shapes", "snapshot"},
-    {"state"},
+    {"metas", "state", "writes"},
     {
         "chain_costs",
         "constants",
@@ -28,8 +28,11 @@ LEVELS = [
         "ledger",
         "overwrite",
         "measure",
+        "menus",
         "objects",
+        "recorder",
         "refuse",
+        "replay",
         "runtime",
     }
     | {"signature", "template", "workspace"},
@@ -50,7 +53,7 @@ LEVELS = [
 ONLY_REWRITE = {"runtime"}
 WITHOUT_TORCH = {
     "errors", "units", "plan", "tables", "explain", "hull", "chain_costs", "report", "clock", "decide", "overwrite",
-    "search",
+    "search", "replay", "menus",
     "passes.cuts", "passes.menu", "passes.dp", "passes.sqrtn", "passes.bound", "passes.schedule", "passes.simulate",
 }  # fmt: skip
 

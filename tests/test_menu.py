@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
 
+from fxckpt.menus import resized_menus
 from fxckpt.passes.cuts import cuts
 from fxckpt.passes.menu import menu
 from fxckpt.plan import Chain, Graph, MenuPoint, Plan, Segment, Stage
@@ -129,3 +131,40 @@ def test_shared_inputs_and_boundaries_are_free() -> None:
     graph = mlp(3, width=2, hidden=8)
     for stage in menu(graph, cuts(graph), widest=1):
         assert pairs(stage) == [(0, 0)]
+
+
+def test_what_is_read_beyond_a_later_cut_is_kept() -> None:
+    """Plans are cut at the region's outputs; then a window that goes beyond one is two segments."""
+    dearer = 0
+    for seed in range(40):
+        graph = random_graph(seed, 12, reach=2, pinned=0.0)
+        chain = cuts(graph)
+        if len(chain.stages) < 2:
+            continue
+        end = chain.stages[len(chain.stages) // 2].start
+        for ends in ((end,), ()):
+            for point in menu(graph, one_stage(graph), most=100, ends=ends)[0]:
+                kept = tuple(graph.nodes[value].name for value in point.kept)
+                stop = len(graph.forward)
+                result = replay(graph, Plan("dp", (Segment(0, end, kept), Segment(end, stop, kept))))
+                if ends:
+                    assert result.extra_seconds == pytest.approx(point.extra_seconds)
+                else:
+                    dearer += result.extra_seconds != pytest.approx(point.extra_seconds)
+    assert dearer > 0
+
+
+def test_menus_at_other_sizes_are_those_of_a_fresh_start() -> None:
+    before, after = mlp(6, 4, 8, weight=5), mlp(6, 12, 24, weight=5)
+    chain = cuts(before)
+    found = resized_menus(before, after, chain, menu(before, chain))
+    fresh = menu(after, Chain(tuple(dataclasses.replace(stage, key="") for stage in chain.stages)))
+    for points_found, points_fresh in zip(found, fresh, strict=True):
+        exact = {(point.stages, point.kept): point for point in points_fresh}
+        assert exact.keys() == {(point.stages, point.kept) for point in points_found}
+        for point in points_found:
+            other = exact[point.stages, point.kept]
+            assert point.kept_bytes == other.kept_bytes
+            assert point.extra_seconds == pytest.approx(other.extra_seconds)
+            assert point.forward_peak_bytes == pytest.approx(other.forward_peak_bytes, abs=1)
+            assert point.backward_peak_bytes == pytest.approx(other.backward_peak_bytes, abs=1)

@@ -148,6 +148,7 @@ def test_printed_breakdown_adds_up_to_the_printed_peak() -> None:
     [
         (0, "no budget was given"),
         (60, "fits the budget of 60.00 MiB, 2.00 MiB to spare"),
+        (64 * 1024, "58.00 MiB   fits the budget of 64.00 GiB, 63.94 GiB to spare"),
         (50, "DOES NOT FIT the budget of 50.00 MiB, 8.00 MiB too much"),
     ],
 )

@@ -20,6 +20,7 @@ from fxckpt.model import planner_of
 from fxckpt.passes import retrace as retrace_module
 from fxckpt.pipeline import Captured, build_graph, capture_region, resize_region
 from fxckpt.plan import Graph, Node, Timeline
+from fxckpt.shapes import Seen
 from tests import harness, models
 
 CPU = find_device("cpu")
@@ -191,6 +192,35 @@ def test_few_kinds_of_traces_are_tried() -> None:
     assert [len(kinds) for kinds in planner_of(planned).captures.forms.values()] == [MAX_KINDS]
 
 
+class Writes(nn.Module):
+    """In-place operators on views that gradients flow through: part of a clone, all of a view, parts of zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.norm = nn.Linear(4, 6), nn.Linear(6, 6), nn.LayerNorm(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.first.bias.clone()
+        bias[2:4].zero_()
+        h = nn.functional.relu(nn.functional.linear(x, self.first.weight, bias), inplace=True)
+        shifted = h.new_zeros(h.shape)
+        shifted[:, 1:] = self.second(h)[:, :-1]
+        shifted[:, 0] = 0.5
+        flat = nn.functional.dropout(self.norm(shifted + h).flatten(1), 0.5, inplace=True)
+        return flat.view(h.shape).mean(1)
+
+
+@pytest.mark.filterwarnings("ignore:no plan fits")
+@pytest.mark.parametrize("way", sorted(WAYS))
+def test_writes_into_views_are_had_from_the_first_trace(way: str) -> None:
+    torch.manual_seed(0)
+    model = Writes()
+    planned = WAYS[way](model, (torch.randn(3, 5, 4),), {})
+    for rows, length in ((4, 5), (3, 9), (6, 7)):
+        assert compare_steps(model, planned, (torch.randn(rows, length, 4),)).equal
+    assert resized_captures(planned) == [False, True, True, True]
+
+
 class Positions(nn.Module):
     """Numbers, constants and outputs that depend on the length; an output that is no tensor."""
 
@@ -328,32 +358,38 @@ def test_the_graph_and_report_are_of_the_new_size() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(models.MODELS))
-def test_results_by_arithmetic_are_those_of_the_fake_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_by_arithmetic_and_by_meta_kernels_are_those_of_the_fake_kernels(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = models.get(name)
     harness.seed_all()
     model, args, kwargs = case.build()
-    known: dict[str, dict[Any, Any]] = {"arithmetic": {}, "kernels": {}}
-    answered: list[Any] = []
-    rule = retrace_module.quick_result
+    ways = {"arithmetic": ("quick_result", []), "metas": ("meta_answer", []), "kernels": ("", [])}
+    found: dict[str, list[Any]] = {}
 
-    def note(*key: Any) -> Any:
-        answer = rule(*key)
-        if answer is not None:
-            answered.append(key)
-        return answer
+    def counted(function: Any, answered: list[Any]) -> Any:
+        def count(*key: Any) -> Any:
+            answer = function(*key)
+            answered.extend([answer] if answer is not None else [])
+            return answer
+
+        return count
 
     with _context(case):
         tape = capture_region(model, *repeated(args, kwargs, 2)).joint.tape
         other = repeated(args, kwargs, 3)
-        for way, function in (("arithmetic", note), ("kernels", lambda *key: None)):
-            monkeypatch.setattr(retrace_module, "quick_result", function)
-            assert retrace_module.retrace(tape, known[way], model, *other) is not None
-    assert len(answered) > 3
-    for key in answered:
-        if key not in known["kernels"]:
-            continue  # reached through a view, of which the two tell other sizes of the storage
-        (kind, quick), (other_kind, slow) = known["arithmetic"][key], known["kernels"][key]
-        assert (kind, _look(quick)) == (other_kind, _look(slow)), key
+        functions = {source: getattr(retrace_module, source) for source in ("quick_result", "meta_answer")}
+        for way, (used, answered) in ways.items():
+            for source, function in functions.items():
+                answer = counted(function, answered) if source == used else lambda *key: None
+                monkeypatch.setattr(retrace_module, source, answer)
+            sizes = retrace_module.retrace(tape, Seen(), model, *other)
+            assert sizes is not None
+            found[way] = sizes.results
+    assert len(ways["arithmetic"][1]) > 3
+    assert len(ways["metas"][1]) > 3
+    for call, quick, meta, slow in zip(tape.calls, *found.values(), strict=True):
+        assert _look(quick) == _look(meta) == _look(slow), call
 
 
 def _look(result: Any) -> Any:
