@@ -76,8 +76,7 @@ class Decision:
     @property
     def gap(self) -> float:
         """Recomputation beyond what no schedule can avoid, as a fraction of the plain step's time; 0 if unknown."""
-        beyond = 0.0 if self.bound_seconds is None else self.timeline.recompute_seconds - self.bound_seconds
-        return beyond / self.plain.plain_seconds if self.plain.plain_seconds else 0.0
+        return _beyond(self.timeline, self.bound_seconds, self.plain)
 
 
 class Options:
@@ -109,19 +108,21 @@ class Options:
         self.bounds: dict[int, float] = {}
         self.menus: tuple[tuple[MenuPoint, ...], ...] = ()
         self.chain: Chain
+        self.ends: tuple[int, ...]
         self.plain_plan: Plan
         self.plain_program: Program
         self.search: Search
         self.lowered: dict[Any, Any] = {} if first is None else first.lowered
         if first is not None:
-            self.chain, self.plain_plan, self.plain_program = first.chain, first.plain_plan, first.plain_program
+            self.chain, self.ends = first.chain, first.ends
+            self.plain_plan, self.plain_program = first.plain_plan, first.plain_program
             self.plain = clock.run("simulate", simulate, graph, self.plain_program, tangents)
             self.search = first.search.at_sizes(graph)
             self._share_plain()
             return
         self.chain = clock.run("cuts", cuts, self.held)
-        ends = _output_ends(graph)
-        keep_all = self.plain_plan = _split(graph, _keep_everything(graph, self.chain), ends)
+        self.ends = _output_ends(graph)
+        keep_all = self.plain_plan = _split(graph, _keep_everything(graph, self.chain), self.ends)
         self.plain_program, self.plain = clock.run("simulate", simulated, graph, keep_all, tangents, self.lowered)
         if goal.plan is not None:
             if goal.plan.fingerprint not in ("", self.fingerprint):
@@ -130,7 +131,7 @@ class Options:
             frontier = Frontier((goal.plan,))
         else:
             frontier = clock.run(goal.strategy, self._candidates, keep_all)
-        plans = tuple(_split(graph, plan, ends) for plan in frontier.plans)
+        plans = tuple(_split(graph, plan, self.ends) for plan in frontier.plans)
         self.search = Search(graph, plans, tangents, self.lowered, ordered=goal.strategy != "sqrtn")
         self._share_plain()
 
@@ -145,7 +146,7 @@ class Options:
             return Frontier((keep_all,))
         if self.goal.strategy == "sqrtn":
             return sqrtn(self.graph, self.chain)
-        self.menus = menu(self.held, self.chain, ends=_output_ends(self.graph))
+        self.menus = menu(self.held, self.chain, ends=self.ends)
         frontier = dp(self.held, self.chain, self.menus)
         return Frontier((dataclasses.replace(keep_all, strategy="dp"), *frontier.plans))
 
@@ -176,9 +177,10 @@ class Options:
         if self.first is None:
             best = best or self._best_effort()
         elif self.first.menus and (best is None or self._gap(best) > gap + SLACK):
+            menus = self.clock.run("dp", resized_menus, self.first.held, self.held, self.chain, self.first.menus)
             other = None
             for slots in SLOTS:
-                self.search = self.clock.run("dp", self._anew, self.first, slots)
+                self.search = self.clock.run("dp", self._anew, menus, slots)
                 other = self._chosen_measured(measured)
                 if other is not None:
                     break
@@ -200,13 +202,11 @@ class Options:
             chosen = (*chosen[:2], timeline) if fits else self._chosen()
         return chosen
 
-    def _anew(self, first: Options, slots: int) -> Search:
+    def _anew(self, menus: tuple[tuple[MenuPoint, ...], ...], slots: int) -> Search:
         """A search among plans for these sizes, from the kept sets of the first sizes."""
         assert self.goal.limit is not None
-        menus = resized_menus(first.held, self.held, self.chain, first.menus)
         frontier = dp(self.held, self.chain, menus, slots, self.goal.limit)
-        ends = _output_ends(self.graph)
-        plans = tuple(_split(self.graph, plan, ends) for plan in frontier.plans)
+        plans = tuple(_split(self.graph, plan, self.ends) for plan in frontier.plans)
         return Predicted(self.graph, plans, self.tangents, self.lowered)
 
     def _best_effort(self) -> Candidate | None:
@@ -257,10 +257,15 @@ class Options:
         return self.bounds[limit]
 
     def _gap(self, candidate: Candidate) -> float:
-        """Recomputation beyond the bound as a fraction of the plain step."""
-        least = self._least(candidate)
-        beyond = 0.0 if least is None else candidate[2].recompute_seconds - least
-        return beyond / self.plain.plain_seconds if self.plain.plain_seconds else 0.0
+        """What :attr:`Decision.gap` would be for one of the candidates."""
+        return _beyond(candidate[2], self._least(candidate), self.plain)
+
+
+def _beyond(timeline: Timeline, bound_seconds: float | None, plain: Timeline) -> float:
+    """Recomputation beyond ``bound_seconds`` as a fraction of the plain step; 0 if there is no bound."""
+    if bound_seconds is None or not plain.plain_seconds:
+        return 0.0
+    return (timeline.recompute_seconds - bound_seconds) / plain.plain_seconds
 
 
 def _infeasible(goal: Goal, graph: Graph, plan: Plan, program: Program, timeline: Timeline) -> BudgetInfeasibleError:

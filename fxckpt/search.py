@@ -78,7 +78,7 @@ class Search:
 
     def cheapest_within(self, limit: int) -> Candidate | None:
         """The cheapest candidate found whose peak is at most ``limit`` bytes."""
-        if self.ordered and 0 in self.known and self.fits(0, limit):
+        if self.ordered and self._first_fits(limit):
             return self.at(0)
         if not self.ordered:
             fitting = [self.at(index) for index in range(len(self.plans)) if self.fits(index, limit)]
@@ -98,6 +98,10 @@ class Search:
                 return min(fitting, key=lambda c: (c[2].recompute_seconds, c[2].peak_bytes))
         return None
 
+    def _first_fits(self, limit: int) -> bool:
+        """Whether the first candidate has been simulated and fits."""
+        return 0 in self.known and self.fits(0, limit)
+
     def smallest(self) -> Candidate:
         """The candidate with the smallest peak among the last ones (among all, if they come in no order)."""
         last = range(max(0, len(self.plans) - self.LAST) if self.ordered else 0, len(self.plans))
@@ -116,7 +120,7 @@ class _Carried(Search):
 
     def cheapest_within(self, limit: int) -> Candidate | None:
         """The cheapest candidate found whose peak is at most ``limit`` bytes, among those that were lowered before."""
-        if not self.ordered or (0 in self.known and self.fits(0, limit)):
+        if not self.ordered or self._first_fits(limit):
             return super().cheapest_within(limit)
         lowered = sorted(self.programs)
         place = self._guess(lowered, limit)

@@ -1,7 +1,7 @@
 """Results of the most frequent operators by arithmetic: what a fake kernel says too, at a hundredth of the time.
 
 Only where strides leave no doubt: inputs that fill their storages, in the same order of dimensions. Everything else
-gets no answer here. ``tests/test_shapes.py`` compares with the fake kernels.
+gets no answer here. ``tests/test_resize.py`` compares with the fake kernels.
 """
 
 from __future__ import annotations
