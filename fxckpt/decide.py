@@ -145,7 +145,7 @@ class Options:
         if self.goal.strategy == "none":
             return Frontier((keep_all,))
         if self.goal.strategy == "sqrtn":
-            return sqrtn(self.graph, self.chain)
+            return sqrtn(self.held, self.chain)
         self.menus = menu(self.held, self.chain, ends=self.ends)
         frontier = dp(self.held, self.chain, self.menus)
         return Frontier((dataclasses.replace(keep_all, strategy="dp"), *frontier.plans))
