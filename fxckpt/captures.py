@@ -50,11 +50,6 @@ class Captures:
                 self.known.popitem(last=False)
         return self.known[call.structure]
 
-    def forget(self, call: Call) -> None:
-        """Capture this kind of call anew next time, not from other sizes."""
-        self.known.pop(call.structure, None)
-        self.forms.pop(call.form, None)
-
     def _resized(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> Captured | None:
         for first in self.forms.get(call.form, ()):
             captured = resize_region(first, self.device, module, args, kwargs)

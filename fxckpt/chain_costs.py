@@ -21,7 +21,7 @@ class ChainCosts(NamedTuple):
     Attributes:
         seconds: time of forward up to a cut.
         boundary: ``boundary[a, p]`` are the storages of ``X(p)`` that are not in ``X(a)``.
-        pinned: what cannot be recomputed, created before a cut.
+        pinned: what cannot be recomputed, created before a cut, and states of generators.
         forward: ``forward[a, j]`` is the highest memory beyond ``X(a)`` while forward, started at ``a``, runs stage
             ``j`` and keeps nothing.
         gradients: alive when the backward of all later stages is done; 0 at the end in forward.
@@ -75,6 +75,9 @@ def chain_costs(graph: Graph, chain: Chain) -> ChainCosts:
             kind[cut_of[position] :] += graph.storage_bytes[storage]
         if storage in released:
             passing[cut_of[position] :] += graph.storage_bytes[storage]
+    for position, value in enumerate(graph.forward):
+        if value in runs and graph.nodes[value].random and graph.nodes[value].recomputable:
+            pinned[cut_of[position] :] += graph.state_bytes
     for cut, stage in enumerate(chain.stages, start=1):
         for storage in stage.boundary:
             if storage not in held:

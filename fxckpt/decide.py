@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from fxckpt.clock import Clock
@@ -20,6 +20,7 @@ from fxckpt.passes.simulate import simulate
 from fxckpt.passes.sqrtn import sqrtn
 from fxckpt.plan import Chain, Frontier, Graph, MenuPoint, Plan, Program, Segment, Timeline
 from fxckpt.search import Candidate, Predicted, Search, simulated
+from fxckpt.segments import check, keep_everything, named, output_ends, split
 from fxckpt.units import GIB, format_bytes
 
 __all__ = ["Decision", "Goal", "Options", "fingerprint"]
@@ -27,7 +28,6 @@ __all__ = ["Decision", "Goal", "Options", "fingerprint"]
 SLOTS = (200, 600)  # of the dynamic program at other sizes: the finer one where the coarse one finds nothing
 SLACK = 0.02  # plans from other sizes may be this much dearer, as a fraction of the plain step
 MEASUREMENTS = 4  # how often the peak may move to another operator when its scratch memory is measured
-MAX_SPLITS = 8  # a model with more differentiable outputs (a cache for each layer) is not cut at each of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,21 +62,33 @@ class Goal:
 class Decision:
     """A plan with all that led to it."""
 
+    options: Options
     graph: Graph
-    chain: Chain
     plan: Plan
     program: Program
     timeline: Timeline
-    plain: Timeline
-    min_peak_bytes: int
-    tangents: frozenset[int]
-    seconds: list[tuple[str, float]] = field(default_factory=list)
-    bound_seconds: float | None = None
 
     @property
-    def gap(self) -> float:
-        """Recomputation beyond what no schedule can avoid, as a fraction of the plain step's time; 0 if unknown."""
-        return _beyond(self.timeline, self.bound_seconds, self.plain)
+    def tangents(self) -> frozenset[int]:
+        """Slots of outputs that get a gradient."""
+        return self.options.tangents
+
+    @property
+    def plain(self) -> Timeline:
+        """The step without recomputation."""
+        return self.options.plain
+
+    def min_peak_bytes(self) -> int:
+        """Smallest peak that the strategy reaches; computed now."""
+        return self.options.smallest()[2].peak_bytes
+
+    def bound_seconds(self) -> float | None:
+        """Seconds of recomputation that no schedule avoids, None if unknown; computed now."""
+        return self.options.least(self.timeline)
+
+    def seconds(self) -> list[tuple[str, float]]:
+        """What each pass took so far."""
+        return self.options.clock.seconds
 
 
 class Options:
@@ -101,7 +113,7 @@ class Options:
         self.graph, self.goal, self.tangents = graph, goal, tangents
         self.moments = 6 if first is None else 2  # of backward that the bound looks at
         clock = self.clock = Clock()
-        self.decision: Decision | None = None
+        self.gap = 0.0  # of what was decided
         self.held = _without_unused_outputs(graph, tangents)
         self.fingerprint = fingerprint(graph)
         self.first = first
@@ -121,17 +133,17 @@ class Options:
             self._share_plain()
             return
         self.chain = clock.run("cuts", cuts, self.held)
-        self.ends = _output_ends(graph)
-        keep_all = self.plain_plan = _split(graph, _keep_everything(graph, self.chain), self.ends)
+        self.ends = output_ends(graph)
+        keep_all = self.plain_plan = split(graph, keep_everything(graph, self.chain), self.ends)
         self.plain_program, self.plain = clock.run("simulate", simulated, graph, keep_all, tangents, self.lowered)
         if goal.plan is not None:
             if goal.plan.fingerprint not in ("", self.fingerprint):
                 raise PlanMismatchError("the plan was made for another model or another input signature")
-            _check(graph, goal.plan.segments, 0, len(graph.forward))
+            check(graph, goal.plan.segments, 0, len(graph.forward))
             frontier = Frontier((goal.plan,))
         else:
             frontier = clock.run(goal.strategy, self._candidates, keep_all)
-        plans = tuple(_split(graph, plan, self.ends) for plan in frontier.plans)
+        plans = tuple(split(graph, plan, self.ends) for plan in frontier.plans)
         self.search = Search(graph, plans, tangents, self.lowered, ordered=goal.strategy != "sqrtn")
         self._share_plain()
 
@@ -150,43 +162,76 @@ class Options:
         frontier = dp(self.held, self.chain, self.menus)
         return Frontier((dataclasses.replace(keep_all, strategy="dp"), *frontier.plans))
 
-    def decide(self) -> Decision:
+    def decide(self, measured: Callable[[Timeline], Graph | None] = lambda _: None) -> Decision:
         """The cheapest plan whose simulated peak is within the budget.
+
+        Args:
+            measured: where scratch memory is estimated: the graph with measured scratch memory near the peak of a
+                timeline, None if it is what it was.
 
         Raises:
             BudgetInfeasibleError: no plan fits.
         """
-        chosen = self._chosen() or self._best_effort()
-        if chosen is None:
-            raise _infeasible(self.goal, self.graph, *self.search.smallest())
-        self.decision = self.settle(chosen)
-        return self.decision
+        chosen = self._chosen_measured(measured) or self._smallest_measured(measured)
+        self.gap = self._gap(chosen)
+        return self.settle(chosen)
 
-    def decide_within(self, gap: float, measured: Callable[[Timeline], Graph | None]) -> Decision | None:
-        """Like :meth:`decide`, for a graph whose scratch memory is estimated.
+    def take_over(self, measured: Callable[[Timeline], Graph | None]) -> Decision | None:
+        """Like :meth:`decide`, among plans with the kept sets of the first sizes; None if none of these fits."""
+        assert self.first is not None
+        if self.first.menus:
+            best = self._carried(self.first, measured) or self._for_these_sizes(self.first, measured)
+        else:
+            best = self._chosen_measured(measured)
+        if best is None:
+            return None
+        self.search.known.clear()  # timelines are large
+        return self.settle(best)
 
-        Args:
-            gap: candidates of the first sizes will do if one is this far from the bound, or a little further; if not,
-                the dynamic program runs for these sizes.
-            measured: the graph with measured scratch memory near the peak of a timeline, None if it is what it was.
+    def _smallest_measured(self, measured: Callable[[Timeline], Graph | None]) -> Candidate:
+        """The smallest peak, if that will do or fits when scratch memory near it is measured."""
+        smallest = self.smallest()
+        graph = measured(smallest[2])
+        while graph is not None:
+            self._rescore(graph)
+            chosen = self._chosen()
+            if chosen is not None:
+                return chosen
+            smallest = self.smallest()
+            graph = measured(smallest[2])
+        best = self._best_effort()
+        if best is None:
+            raise _infeasible(self.goal, self.graph, *smallest)
+        return best
 
-        Returns:
-            None if no plan fits.
-        """
+    def _rescore(self, graph: Graph) -> None:
+        """Go on with other scratch memory."""
+        self.graph, self.held = graph, _without_unused_outputs(graph, self.tangents)
+        self.search = self.search.rescored(graph)
+
+    def _carried(self, first: Options, measured: Callable[[Timeline], Graph | None]) -> Candidate | None:
+        """A candidate of the first sizes, if there is at least as much room as then and one is as good as then."""
+        if self._room() < first._room():
+            return None
         best = self._chosen_measured(measured)
-        if self.first is None:
-            best = best or self._best_effort()
-        elif self.first.menus and (best is None or self._gap(best) > gap + SLACK):
-            menus = self.clock.run("dp", resized_menus, self.first.held, self.held, self.chain, self.first.menus)
-            other = None
-            for slots in SLOTS:
-                self.search = self.clock.run("dp", self._anew, menus, slots)
-                other = self._chosen_measured(measured)
-                if other is not None:
-                    break
-            if best is None or (other is not None and other[2].recompute_seconds < best[2].recompute_seconds):
-                best = other
-        return None if best is None else self.settle(best)
+        return best if best is not None and self._gap(best) <= first.gap + SLACK else None
+
+    def _room(self) -> float:
+        """The budget as a part of what the plain step takes, what is fixed apart; at most 1."""
+        limit, fixed = self.goal.limit, self.graph.fixed_bytes
+        if limit is None or self.plain.peak_bytes <= limit:
+            return 1.0
+        return (limit - fixed) / (self.plain.peak_bytes - fixed)
+
+    def _for_these_sizes(self, first: Options, measured: Callable[[Timeline], Graph | None]) -> Candidate | None:
+        """The best plan with the kept sets of the first sizes."""
+        menus = self.clock.run("dp", resized_menus, first.held, self.held, first.menus)
+        for slots in SLOTS:
+            self.search = self.clock.run("dp", self._anew, menus, slots)
+            best = self._chosen_measured(measured)
+            if best is not None:
+                return best
+        return None
 
     def _chosen_measured(self, measured: Callable[[Timeline], Graph | None]) -> Candidate | None:
         """The cheapest candidate that fits when scratch memory near its peak is measured."""
@@ -195,8 +240,7 @@ class Options:
             graph = None if chosen is None else measured(chosen[2])
             if chosen is None or graph is None:
                 break
-            self.graph, self.held = graph, _without_unused_outputs(graph, self.tangents)
-            self.search = self.search.at_sizes(graph)  # forgets the timelines, not the programs
+            self._rescore(graph)
             timeline = simulate(graph, chosen[1], self.tangents)
             fits = self.goal.limit is None or timeline.peak_bytes <= self.goal.limit
             chosen = (*chosen[:2], timeline) if fits else self._chosen()
@@ -206,14 +250,14 @@ class Options:
         """A search among plans for these sizes, from the kept sets of the first sizes."""
         assert self.goal.limit is not None
         frontier = dp(self.held, self.chain, menus, slots, self.goal.limit)
-        plans = tuple(_split(self.graph, plan, self.ends) for plan in frontier.plans)
+        plans = tuple(split(self.graph, plan, self.ends) for plan in frontier.plans)
         return Predicted(self.graph, plans, self.tangents, self.lowered)
 
     def _best_effort(self) -> Candidate | None:
         """The smallest peak, if that will do."""
         if not self.goal.best_effort:
             return None
-        smallest = self.search.smallest()
+        smallest = self.smallest()
         warnings.warn(
             f"no plan fits {format_bytes(self.goal.budget_bytes or 0)}; taking the smallest peak, "
             f"{format_bytes(smallest[2].peak_bytes)}", stacklevel=2,
@@ -223,7 +267,7 @@ class Options:
     def serve(self, goal: Goal, tangents: frozenset[int]) -> bool:
         """Whether the candidates are good for ``goal`` at other sizes."""
         same = self.tangents == tangents and self.goal.strategy == goal.strategy
-        return same and self.decision is not None and self.goal.plan is None and goal.plan is None
+        return same and self.goal.plan is None and goal.plan is None
 
     def _chosen(self) -> Candidate | None:
         limit = None if self.goal.plan is not None else self.goal.limit
@@ -236,29 +280,34 @@ class Options:
         plan, program, timeline = candidate
         plan = dataclasses.replace(
             plan, fingerprint=self.fingerprint, budget_bytes=goal.budget_bytes or 0,
-            segments=_named(graph, plan.segments), peak_bytes=timeline.peak_bytes,
+            segments=named(graph, plan.segments), peak_bytes=timeline.peak_bytes,
             extra_seconds=timeline.recompute_seconds,
         )  # fmt: skip
-        named = zip(program.segments, plan.segments, strict=True)
-        program = Program(tuple(dataclasses.replace(p, name=s.name) for p, s in named))
-        smallest = self.search.smallest()[2].peak_bytes
-        least = self._least(candidate)
-        return Decision(
-            graph, self.chain, plan, program, timeline, self.plain, smallest, self.tangents, self.clock.seconds, least
-        )  # fmt: skip
+        pairs = zip(program.segments, plan.segments, strict=True)
+        program = Program(tuple(dataclasses.replace(code, name=segment.name) for code, segment in pairs))
+        return Decision(self, graph, plan, program, timeline)
 
-    def _least(self, candidate: Candidate) -> float | None:
+    def smallest(self) -> Candidate:
+        """The smallest peak that the strategy reaches."""
+        first = self.first
+        if first is None or not first.menus:
+            return self.search.smallest()
+        frontier = dp(self.held, self.chain, resized_menus(first.held, self.held, first.menus))
+        plans = tuple(split(self.graph, plan, self.ends) for plan in frontier.plans)
+        return Search(self.graph, plans, self.tangents, self.lowered).smallest()
+
+    def least(self, timeline: Timeline) -> float | None:
         """Seconds of recomputation that no schedule avoids; None if that is not what was asked for."""
         if self.goal.limit is None or self.goal.strategy != "dp":
             return None
-        limit = max(self.goal.limit, candidate[2].peak_bytes)
+        limit = max(self.goal.limit, timeline.peak_bytes)
         if limit not in self.bounds:
             self.bounds[limit] = self.clock.run("bound", bound, self.held, limit, self.moments)
         return self.bounds[limit]
 
     def _gap(self, candidate: Candidate) -> float:
-        """What :attr:`Decision.gap` would be for one of the candidates."""
-        return _beyond(candidate[2], self._least(candidate), self.plain)
+        """Recomputation beyond what no schedule can avoid, as a fraction of the plain step's time; 0 if unknown."""
+        return _beyond(candidate[2], self.least(candidate[2]), self.plain)
 
 
 def _beyond(timeline: Timeline, bound_seconds: float | None, plain: Timeline) -> float:
@@ -289,25 +338,6 @@ def _infeasible(goal: Goal, graph: Graph, plan: Plan, program: Program, timeline
     )
 
 
-def _check(graph: Graph, segments: tuple[Segment, ...], start: int, stop: int) -> None:
-    """Refuse segments that do not cover ``start`` to ``stop``, cut where one must not, or keep what is not there."""
-    names = {graph.nodes[value].name for value in graph.forward}
-    at = start
-    for segment in segments:
-        unknown = [name for name in segment.kept if name not in names]
-        if unknown:
-            raise PlanMismatchError(f"the plan keeps {unknown[0]!r}, which the captured graph does not have")
-        if segment.start != at or segment.stop <= at:
-            raise PlanMismatchError(f"the plan's segments do not follow one another at position {segment.start}")
-        at = segment.stop
-        if at < stop and any(low < at <= high for low, high in graph.forbidden):
-            raise PlanMismatchError(f"the plan cuts the graph at position {at}, inside one operation's results")
-        if segment.inner:
-            _check(graph, segment.inner, segment.start, segment.stop)
-    if at != stop:
-        raise PlanMismatchError(f"the plan covers {at} of {stop} positions of the captured graph")
-
-
 def _without_unused_outputs(graph: Graph, tangents: frozenset[int]) -> Graph:
     """The graph with only those outputs that the caller holds through backward and that get a gradient."""
     idle = [index for index, slot in enumerate(graph.slots) if slot.tangent >= 0 and index not in tangents]
@@ -326,56 +356,6 @@ def _without_unused_outputs(graph: Graph, tangents: frozenset[int]) -> Graph:
     return dataclasses.replace(
         graph, outputs=outputs, passing=tuple(unused), slots=tuple(slots), grad_nodes=tuple(grad_nodes)
     )
-
-
-def _keep_everything(graph: Graph, chain: Chain) -> Plan:
-    """Stage by stage, nothing is recomputed."""
-    segments = []
-    for stage in chain.stages:
-        values = [graph.nodes[value] for value in graph.forward[stage.start : stage.stop]]
-        segments.append(Segment(stage.start, stage.stop, tuple(node.name for node in values if not node.container)))
-    return Plan("none", tuple(segments))
-
-
-def _output_ends(graph: Graph) -> tuple[int, ...]:
-    """Where every plan is cut: right behind each differentiable output.
-
-    Then an output that later layers read (the logits before the loss) is the very tensor that they read, so that
-    gradients with respect to it can be asked for; and a head whose output gets no gradient is a segment that backward
-    never enters, as in eager.
-    """
-    position = {value: index for index, value in enumerate(graph.forward)}
-    ends = {position[slot.value] + 1 for slot in graph.slots if slot.tangent >= 0 and slot.value in position}
-    ends -= {index for low, high in graph.forbidden for index in range(low + 1, high + 1)}
-    return tuple(sorted(ends)) if len(ends) <= MAX_SPLITS else ()
-
-
-def _split(graph: Graph, plan: Plan, ends: Sequence[int]) -> Plan:
-    """``plan`` cut at ``ends``."""
-    segments: list[Segment] = []
-    for segment in plan.segments:
-        cuts_inside = [end for end in ends if segment.start < end < segment.stop and not segment.inner]
-        for start, stop in zip([segment.start, *cuts_inside], [*cuts_inside, segment.stop], strict=True):
-            names = {graph.nodes[value].name for value in graph.forward[start:stop]}
-            kept = tuple(name for name in segment.kept if name in names)
-            segments.append(dataclasses.replace(segment, start=start, stop=stop, kept=kept))
-    return dataclasses.replace(plan, segments=tuple(segments))
-
-
-def _named(graph: Graph, segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
-    return tuple(
-        dataclasses.replace(s, name=s.name or _segment_name(graph, s), inner=_named(graph, s.inner)) for s in segments
-    )
-
-
-def _segment_name(graph: Graph, segment: Segment) -> str:
-    """Module paths of the first and the last operation, shortened to their common part if there is one."""
-    modules = [graph.nodes[value].module for value in graph.forward[segment.start : segment.stop]]
-    modules = [module for module in modules if module]
-    if not modules:
-        return ""
-    first, last = modules[0], modules[-1]
-    return first if first == last else f"{first} .. {last}"
 
 
 def fingerprint(graph: Graph) -> str:

@@ -127,21 +127,17 @@ def build_graph(
     return graph
 
 
-def choose(captured: Captured, graph: Graph, goal: Goal) -> Decision | None:
-    """Decide for ``graph``; a resized one takes the candidate plans over from the first sizes if they serve.
-
-    Returns:
-        None if no plan fits a resized graph, of whose costs some are estimates.
+def choose(captured: Captured, graph: Graph, goal: Goal) -> Decision:
+    """Decide for ``graph``; a resized one takes over from the first sizes what serves.
 
     Raises:
         BudgetInfeasibleError: no plan fits.
     """
     if captured.first is None:
         options = Options(graph, goal, captured.tangents)
+        captured.options = captured.options or options
         decision = options.decide()
-        if captured.options is None:
-            captured.options = options
-            options.search.known.clear()  # timelines are large, and of no use at other sizes
+        options.search.known.clear()  # timelines are large
         return decision
     resized, first = captured.resized, captured.first.options
     assert resized is not None
@@ -149,11 +145,11 @@ def choose(captured: Captured, graph: Graph, goal: Goal) -> Decision | None:
     def measured(timeline: Timeline) -> Graph | None:
         return None if goal.limit is None else resized.measured(graph, timeline, goal.limit)
 
-    if first is not None and first.decision is not None and first.serve(goal, captured.tangents):
-        taken_over = Options(graph, goal, captured.tangents, first).decide_within(first.decision.gap, measured)
+    if first is not None and first.serve(goal, captured.tangents):
+        taken_over = Options(graph, goal, captured.tangents, first).take_over(measured)
         if taken_over is not None:
             return taken_over
-    return Options(graph, goal, captured.tangents).decide_within(0.0, measured)
+    return Options(graph, goal, captured.tangents).decide(measured)
 
 
 def emit(captured: Captured, decision: Decision) -> fx.GraphModule:

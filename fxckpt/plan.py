@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fxckpt.errors import PlanMismatchError
+from fxckpt.moments import Growth
 
 __all__ = [
     "Chain",
@@ -164,6 +165,19 @@ class Graph:
         """Value of the running total of ``slot``."""
         return len(self.nodes) + slot
 
+    def part_bytes(self) -> list[int]:
+        """Sizes of all that takes memory: storages, totals of gradients, scratch memory; the last entry is zero."""
+        totals, scratch = (slot.bytes for slot in self.slots), (node.workspace_bytes for node in self.nodes)
+        return [*self.storage_bytes, *totals, *scratch, 0]
+
+    def part_of_total(self, slot: int) -> int:
+        """Entry of :meth:`part_bytes` for the running total of ``slot``."""
+        return len(self.storage_bytes) + slot
+
+    def part_of_scratch(self, value: int) -> int:
+        """Entry of :meth:`part_bytes` for what the operator of ``value`` needs while it runs."""
+        return len(self.storage_bytes) + len(self.slots) + value
+
     def executed(self) -> set[int]:
         """What forward has to run, and the inputs of that: all that outputs and mutations are computed from."""
         seen: set[int] = set()
@@ -212,8 +226,7 @@ class MenuPoint:
         stages: number of stages of the window that starts with this stage.
         idle_seconds: time of the forward operations that make nothing of what is kept; a replay that ends with the
             window leaves them out.
-        moments: of backward, those that can be its peak at other sizes of the inputs: bytes that grow with the inputs,
-            and gradients of parameters, which do not.
+        growth: what the numbers are at other sizes of the inputs; None if that is not known.
     """
 
     kept: tuple[int, ...]
@@ -223,7 +236,7 @@ class MenuPoint:
     backward_peak_bytes: int = 0
     stages: int = 1
     idle_seconds: float = 0.0
-    moments: tuple[tuple[int, int], ...] = ()
+    growth: Growth | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import logging
 import threading
 import warnings
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -128,9 +129,17 @@ class Outcome:
     """What planning a call led to: a plan, its report, and for a model captured whole the entry that runs it."""
 
     plan: Plan
-    report: Report | RegionsReport
+    make_report: Callable[[], Report | RegionsReport]
     entry: Entry | None = None
     guard: Guard | None = None
+    _report: Report | RegionsReport | None = None
+
+    @property
+    def report(self) -> Report | RegionsReport:
+        """Made when it is first asked for: it tells more than planning needs to know."""
+        if self._report is None:
+            self._report = self.make_report()
+        return self._report
 
 
 class Planner:
@@ -264,13 +273,10 @@ class Planner:
         if goal.plan is not None and self.planned and goal.plan.fingerprint != fingerprint(graph):
             goal = replace(goal, plan=None)  # a given plan is for the first kind of input, with or without gradients
         decision = choose(captured, graph, goal)
-        if decision is None:
-            self.captures.forget(call)
-            return self._plan(model, args, kwargs, call)
         self.planned = True
         entry = Entry(captured, decision, emit(captured, decision), state)
-        report = _report(type(model).__name__, captured, decision)
-        return self._done(model, Outcome(decision.plan, report, entry))
+        make_report = functools.partial(_report, type(model).__name__, captured, decision)
+        return self._done(model, Outcome(decision.plan, make_report, entry))
 
     def _seconds(self, captured: Captured) -> dict[str, float]:
         return measure_seconds(captured.joint) if self.settings.measure and captured.first is None else {}
@@ -316,7 +322,7 @@ class Planner:
             title, combined_plan(regions, peak), list(regions.uses.values()), error, regions.left,
             regions.plain_peak(base + extra, missing),
         )  # fmt: skip
-        return self._done(model, Outcome(report.plan, report))
+        return self._done(model, Outcome(report.plan, lambda: report))
 
     def _region(
         self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call,
@@ -367,8 +373,8 @@ def _report(name: str, captured: Captured, decision: Decision) -> Report:
     title = ", ".join(part for part in (name, _inputs_text(captured.joint), "train") if part)
     return build_report(
         decision.graph, decision.plan, decision.program, decision.timeline, decision.plain, title=title,
-        min_peak_bytes=decision.min_peak_bytes, bound_seconds=decision.bound_seconds,
-        pass_seconds=tuple(captured.clock.seconds + decision.seconds),
+        min_peak_bytes=decision.min_peak_bytes(), bound_seconds=decision.bound_seconds(),
+        pass_seconds=tuple(captured.clock.seconds + decision.seconds()),
     )  # fmt: skip
 
 

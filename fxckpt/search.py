@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from fxckpt.passes.schedule import schedule
@@ -67,6 +68,12 @@ class Search:
     def at_sizes(self, graph: Graph) -> Search:
         """The same candidates for the same graph at other sizes."""
         return _Carried(graph, self)
+
+    def rescored(self, graph: Graph) -> Search:
+        """The same candidates for the same graph with other scratch memory."""
+        other = copy.copy(self)
+        other.graph, other.known, other.peaks = graph, {}, {}
+        return other
 
     def fits(self, index: int, limit: int) -> bool:
         """Whether the peak of candidate ``index`` is at most ``limit`` bytes."""
@@ -159,12 +166,6 @@ class Predicted(Search):
     LAST = 1
     MOST = 5
     WORTH = 0.002  # one more is looked at if it is cheaper by this part of the plain step
-
-    def at_sizes(self, graph: Graph) -> Search:
-        """The same candidates for the same graph with other scratch memory."""
-        other = Predicted(graph, self.plans, self.tangents, self.lowered)
-        other.programs = self.programs
-        return other
 
     def cheapest_within(self, limit: int) -> Candidate | None:
         """The cheapest candidate found whose peak is at most ``limit`` bytes."""

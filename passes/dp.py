@@ -31,6 +31,8 @@ __all__ = ["dp"]
 
 STEPS = 100  # at most so many plans below the last one of the recurrence
 GOLDEN = 0.6180339887498949
+ENOUGH = 0.8  # of the memory; plans for less are not needed if peaks come out as predicted
+MOST_SECONDS = np.float32(1e30)  # more than any plan takes, less than what cannot be done
 
 
 class _Move(NamedTuple):
@@ -52,18 +54,20 @@ def dp(
     slot, so peaks are close but not exact: whoever chooses among the plans has to simulate them.
     O(L^2 (L + K) S) time and O(L^2 S) memory for L stages, K menu points per stage and S slots.
 
-    With ``most_bytes`` there are only plans for up to this much memory, from one solution.
+    With ``most_bytes`` there are only plans for this much memory, or a little less, from one solution.
 
     Assumes that a stage's backward reads nothing of earlier stages that does not cross its first cut.
     """
     costs = chain_costs(graph, chain)
     count = len(chain.stages)
+    # The streams as the region found them are kept for double backward.
+    always = graph.fixed_bytes + (graph.state_bytes if any(graph.nodes[v].random for v in graph.forward) else 0)
     solver = _Solver(costs, menus, slots or max(200, min(600, 60_000 // max(count, 1))))
     if most_bytes is None:
         moves = _all_plans(solver)
     else:
-        room = max(most_bytes - graph.fixed_bytes, 1)
-        moves = dict.fromkeys(solver.solve(min(room, solver.peak(solver.widest, count))))
+        room = max(most_bytes - always, 1)
+        moves = dict.fromkeys(solver.solve(min(room, solver.peak(solver.widest, count)), ENOUGH))
     ranked = ((max(solver.price(move, count), 0.0), solver.peak(move, count)) for move in moves)
     rows = sorted((price, peak, index) for index, (price, peak) in enumerate(ranked))
     plans: list[Plan] = []
@@ -73,7 +77,7 @@ def dp(
         if lowest is None or peak < lowest:
             lowest = peak
             segments = _segments(list(moves)[index], chain, menus, names)
-            plans.append(Plan("dp", segments, peak_bytes=peak + graph.fixed_bytes, extra_seconds=price))
+            plans.append(Plan("dp", segments, peak_bytes=peak + always, extra_seconds=price))
     return Frontier(tuple(plans))
 
 
@@ -120,8 +124,11 @@ class _Solver:
         self.needs: dict[tuple[int, int, int, int], int] = {}
         self.widest = tuple(_Move(a, a + 1, 0, ()) for a in range(self.count))
 
-    def solve(self, top: int) -> list[tuple[_Move, ...]]:
-        """The best plan for each of ``slots`` amounts of memory up to ``top`` bytes, if there is one."""
+    def solve(self, top: int, least: float = 0.0) -> list[tuple[_Move, ...]]:
+        """The best plan for each of ``slots`` amounts of memory up to ``top`` bytes, if there is one.
+
+        With ``least`` only those for at least this part of ``top``, if there are any.
+        """
         self.unit = self._best_unit(top)
         self.slots = slots = -int(-top // self.unit)
         self.grid: Any = np.arange(slots + 1)
@@ -135,12 +142,14 @@ class _Solver:
         self.piles: Any = self._rounded(self.costs.piled, 0.5)
         for a in range(count - 1, -1, -1):
             self._keep(a)
-            costly = (self.value[a] > self.value[a, :, -1:]).sum(axis=1)  # slots below which memory is worth something
+            best = np.minimum(self.value[a, :, -1:], MOST_SECONDS)
+            costly = (self.value[a] > best).sum(axis=1)  # slots below which memory is worth something
             useful = np.maximum.accumulate(costly[::-1])[::-1].tolist()
             needs = self._rounded(self._forward_needs(a), 0.5)
             for p in range(a + 1, count):
                 self._redo(a, p, useful[p + 1], needs[p - a - 1, p + 1 :])
-        amounts = [slot for slot in range(slots, -1, -1) if np.isfinite(self.value[0, count, slot])]
+        amounts = np.flatnonzero(np.isfinite(self.value[0, count]))[::-1]
+        amounts = amounts[: max(int((amounts >= least * slots).sum()), 1)].tolist()
         return list(dict.fromkeys(self._read(0, count, slot) for slot in amounts))
 
     def _best_unit(self, top: int) -> float:

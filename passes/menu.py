@@ -8,10 +8,10 @@ each stage, to be combined by dynamic programming: Zhao et al., "Rockmate", 2023
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import count
 from typing import NamedTuple
 
 from fxckpt.hull import Operation, Storage, hull
+from fxckpt.moments import Course, Growth, Recipe, Step
 from fxckpt.plan import Chain, Graph, MenuPoint
 
 __all__ = ["menu"]
@@ -56,20 +56,6 @@ class _Storage(NamedTuple):
     passing: bool
 
 
-class _Step(NamedTuple):
-    """One instruction: ``needs`` are forward storages, ``reads`` other memory; it makes ``size`` bytes in all.
-
-    ``makes`` are pairs of name and size; ``over`` is memory that the result replaces if this is its last use.
-    """
-
-    needs: tuple[int, ...]
-    reads: tuple[int, ...]
-    makes: tuple[tuple[int, int], ...]
-    size: int
-    workspace: int
-    over: int
-
-
 class _Window(NamedTuple):
     """A run of stages in its own numbering: equal for windows of equal structure, whose menus are the same.
 
@@ -78,21 +64,26 @@ class _Window(NamedTuple):
 
     ops: tuple[_Op, ...]
     storages: tuple[_Storage, ...]
-    backward: tuple[_Step, ...]
+    backward: tuple[Step, ...]
     returned: tuple[int, ...]
     leaves: tuple[int, ...]
     state_bytes: int
 
 
 class _Choice(NamedTuple):
-    """A point in window numbering."""
+    """A point in window numbering, with the names of what is alive in the moments that may be its peaks."""
 
     kept: tuple[int, ...]
     kept_bytes: int
     ticks: int
     idle: int
     forward_peak: int
-    moments: tuple[tuple[int, int], ...]
+    backward_peak: int
+    forward: list[list[int]]
+    backward: list[list[int]]
+    beyond: list[int]
+    again: list[int]
+    unused: list[int]
 
 
 def menu(
@@ -113,7 +104,7 @@ def menu(
         most: points of a window of more than one stage.
         ends: positions at which plans are cut later, also inside windows: what is read beyond them has to be kept.
     """
-    known: dict[_Window, tuple[_Choice, ...]] = {}
+    known: dict[_Window, tuple[tuple[_Choice, ...], Recipe]] = {}
     components: dict[object, object] = {}
     reader = _Reader(graph, ends)
     menus: list[tuple[MenuPoint, ...]] = []
@@ -123,21 +114,23 @@ def menu(
             start, end = chain.stages[first].start, chain.stages[last]
             if last > first and end.stop - start > WIDE:
                 break
-            window, keepers = reader.window(start, end.stop, end.boundary)
+            window, keepers, parts, operations = reader.window(start, end.stop, end.boundary)
             if window not in known:
                 limit = most if last > first else max(most, WORK // (1 + len(window.ops)))
-                known[window] = _solve(window, limit, components)
-            for choice in known[window]:
+                choices = _solve(window, limit, components)
+                known[window] = choices, _recipe(choices)
+            growth = Growth(known[window][1], parts, operations)
+            for choice in known[window][0]:
                 points.append(
                     MenuPoint(
                         kept=tuple(keepers[storage] for storage in choice.kept),
                         kept_bytes=choice.kept_bytes,
                         extra_seconds=choice.ticks / TICKS,
                         forward_peak_bytes=choice.forward_peak,
-                        backward_peak_bytes=max(map(sum, choice.moments)),
+                        backward_peak_bytes=choice.backward_peak,
                         stages=last - first + 1,
                         idle_seconds=choice.idle / TICKS,
-                        moments=choice.moments,
+                        growth=growth,
                     )
                 )
         menus.append(tuple(points))
@@ -166,20 +159,25 @@ class _Reader:
             for slot, _ in grad.contributes:
                 self.first[slot] = max(self.first[slot], grad.position)
 
-    def window(self, start: int, stop: int, boundary: Iterable[int]) -> tuple[_Window, list[int]]:
-        """The window of positions ``start`` to ``stop`` and, for each of its storages, the value to keep for it."""
+    def window(
+        self, start: int, stop: int, boundary: Iterable[int]
+    ) -> tuple[_Window, list[int], tuple[int, ...], tuple[int, ...]]:
+        """The window of positions ``start`` to ``stop``, and what its numbers stand for.
+
+        Returns:
+            The window; for each of its storages the value to keep for it; for each name of memory its entry in
+            :meth:`fxckpt.plan.Graph.part_bytes`; for each operation its value.
+        """
         nodes = self.graph.nodes
         values = self.graph.forward[start:stop]
         local: dict[int, int] = {}
         for value in values:
             for storage in nodes[value].allocates:
                 local[storage] = len(local)
-        ops = [
-            self._op(value, local, range(start + 1, stop))
-            for value in values
-            if nodes[value].allocates or not (nodes[value].view or nodes[value].container)
-        ]
-        backward, returned, leaves = self._backward(start, stop, local)
+        executed = [v for v in values if nodes[v].allocates or not (nodes[v].view or nodes[v].container)]
+        ops = [self._op(value, local, range(start + 1, stop)) for value in executed]
+        parts = [*local, *(self.graph.part_of_scratch(value) for value in executed)]
+        backward, returned, leaves = self._backward(start, stop, local, parts)
         needed = {storage for step in backward for storage in step.needs}
         pinned = {storage for op in ops if not op.recomputable for storage in op.makes}
         crossing = set(boundary)
@@ -191,7 +189,8 @@ class _Reader:
             size, held = self.graph.storage_bytes[storage], storage in self.held
             flags = crosses, crosses and keepable, keepable, number in needed, held, storage in self.passing
             storages.append(_Storage(size, *flags))
-        return _Window(tuple(ops), tuple(storages), backward, returned, leaves, self.graph.state_bytes), keepers
+        window = _Window(tuple(ops), tuple(storages), backward, returned, leaves, self.graph.state_bytes)
+        return window, keepers, tuple(parts), tuple(executed)
 
     def _op(self, value: int, local: dict[int, int], inside: range) -> _Op:
         node = self.graph.nodes[value]
@@ -210,13 +209,20 @@ class _Reader:
         return tuple(dict.fromkeys(local[storage] for storage in storages if storage in local))
 
     def _backward(
-        self, start: int, stop: int, local: dict[int, int]
-    ) -> tuple[tuple[_Step, ...], tuple[int, ...], tuple[int, ...]]:
-        """Steps of the window's backward, the gradient memory that outlives them, and of that the leaves'."""
-        graph, names = self.graph, count(len(local))
+        self, start: int, stop: int, local: dict[int, int], parts: list[int]
+    ) -> tuple[tuple[Step, ...], tuple[int, ...], tuple[int, ...]]:
+        """Steps of the window's backward, the gradient memory that outlives them, and of that the leaves'.
+
+        Its memory gets the next names; ``parts`` gets an entry for each.
+        """
+        graph = self.graph
         made: dict[int, int] = {}  # storage of the graph: gradient memory
         totals: dict[int, tuple[int, ...]] = {}  # slot: gradient memory of its total
-        steps: list[_Step] = []
+        steps: list[Step] = []
+
+        def new(part: int) -> int:
+            parts.append(part)
+            return len(parts) - 1
 
         def memory(values: Iterable[int]) -> tuple[int, ...]:
             found: list[int] = []
@@ -233,13 +239,14 @@ class _Reader:
             for value in grad.nodes:
                 node = graph.nodes[value]
                 reads, over = memory(node.inputs), memory(node.inputs[:1]) if node.inplace else ()
-                made.update((storage, next(names)) for storage in node.allocates)
+                made.update((storage, new(storage)) for storage in node.allocates)
                 if node.view and len(reads) == 1:  # a view of a total, which has no storage in the graph
                     made.update((storage, reads[0]) for storage in node.storages if storage not in made)
                 makes = tuple((made[storage], graph.storage_bytes[storage]) for storage in node.allocates)
                 first = over[0] if len(over) == 1 else -1
-                size = sum(size for _, size in makes)
-                steps.append(_Step(self._locals(node.inputs, local), reads, makes, size, node.workspace_bytes, first))
+                needs, size = self._locals(node.inputs, local), sum(size for _, size in makes)
+                scratch = new(graph.part_of_scratch(value))
+                steps.append(Step(needs, reads, makes, size, node.workspace_bytes, first, scratch))
             for slot, value in grad.contributes:
                 if graph.slots[slot].owner < -1:  # nobody wants it
                     continue
@@ -247,10 +254,10 @@ class _Reader:
                 if slot not in totals and (slot not in consumed or self.first[slot] < stop):
                     totals[slot] = memory([value])
                     continue
-                old, fresh = totals.get(slot, ()), next(names)
+                old, fresh = totals.get(slot, ()), new(graph.part_of_total(slot))
                 first = old[0] if len(old) == 1 else -1
                 reads, makes = (*old, *memory([value])), ((fresh, graph.slots[slot].bytes),)
-                steps.append(_Step(self._locals([value], local), reads, makes, makes[0][1], 0, first))
+                steps.append(Step(self._locals([value], local), reads, makes, makes[0][1], 0, first, -1))
                 totals[slot] = (fresh,)
         returned = {name for slot, names_of in totals.items() if slot not in consumed for name in names_of}
         leaves = {name for slot, names_of in totals.items() if graph.slots[slot].owner == -1 for name in names_of}
@@ -294,16 +301,16 @@ def _solve(window: _Window, most: int, known: dict[object, object]) -> tuple[_Ch
 
 
 def _choice(
-    window: _Window, again: Sequence[_Step], maker: dict[int, int], point: tuple[int, int], kept: Sequence[int]
+    window: _Window, again: Sequence[Step], maker: dict[int, int], point: tuple[int, int], kept: Sequence[int]
 ) -> _Choice:
     """The point with its peaks, found by going through its instructions; ``again`` are the operations as steps."""
     storages, ops = window.storages, window.ops
     available = {*kept, *(number for number, storage in enumerate(storages) if storage.free)}
-    steps = _with_recomputation(window, again, maker, available)
+    steps, repeated = _with_recomputation(window, again, maker, available)
     available.intersection_update(need for step in steps for need in step.needs)
     # What leaves the region is alive throughout backward, whoever reads it.
     ready = {number: storages[number].size for number in available if not storages[number].held}
-    moments = _moments(steps, _highs(steps, ready, set(window.returned)), window.leaves)
+    course = Course(steps, ready, set(window.returned))
     used: set[int] = set()
     stack = list(available)
     while stack:
@@ -311,18 +318,44 @@ def _choice(
         if index not in used:
             used.add(index)
             stack += ops[index].reads
-    idle = sum(op.ticks for index, op in enumerate(ops) if op.runs and index not in used)
+    unused = [index for index, op in enumerate(ops) if op.runs and index not in used]
     forward = [again[index] for index, op in enumerate(ops) if op.runs or index in used]
     stays = {*available, *(number for number, storage in enumerate(storages) if storage.crosses or storage.passing)}
-    return _Choice(tuple(sorted(available)), *point, idle, max(_highs(forward, {}, stays)), moments)
+    before = Course(forward, {}, stays)
+    return _Choice(
+        tuple(sorted(available)), *point, sum(ops[index].ticks for index in unused), max(before.highs),
+        max(course.highs), before.alive(before.moments()), course.alive(course.moments(_settled(steps, window.leaves))),
+        [number for number in available if not storages[number].crosses],
+        [index for index in repeated if ops[index].runs], unused,
+    )  # fmt: skip
+
+
+def _settled(steps: Sequence[Step], leaves: Sequence[int]) -> list[int]:
+    """Gradients of parameters before the first step and while each one runs: they do not grow with the inputs."""
+    own, total, found = set(leaves), 0, [0]
+    for step in steps:
+        for name, size in step.makes:
+            if name in own:
+                total += size
+        found.append(total)
+    return found
+
+
+def _recipe(choices: Sequence[_Choice]) -> Recipe:
+    return Recipe(
+        [choice.beyond for choice in choices], [choice.forward for choice in choices],
+        [choice.backward for choice in choices], [choice.again for choice in choices],
+        [choice.unused for choice in choices],
+    )  # fmt: skip
 
 
 def _with_recomputation(
-    window: _Window, again: Sequence[_Step], maker: dict[int, int], available: set[int]
-) -> list[_Step]:
-    """Backward with the operations that have to run again, each right before its result is first read."""
+    window: _Window, again: Sequence[Step], maker: dict[int, int], available: set[int]
+) -> tuple[list[Step], list[int]]:
+    """Backward with the operations that have to run again, each right before its result is first read; and those."""
     present = set(available)
-    steps: list[_Step] = []
+    steps: list[Step] = []
+    repeated: list[int] = []
     for step in window.backward:
         if not present.issuperset(step.needs):
             missing: set[int] = set()
@@ -337,53 +370,15 @@ def _with_recomputation(
                     again[index] if present.isdisjoint(window.ops[index].makes) else _run(window, index, present)
                 )
                 present.update(window.ops[index].makes)
+            repeated += missing
         steps.append(step)
-    return steps
+    return steps, repeated
 
 
-def _run(window: _Window, index: int, present: set[int]) -> _Step:
+def _run(window: _Window, index: int, present: set[int]) -> Step:
     """An operation as a step; those of its results that are ``present`` it makes a second time, for nothing."""
-    op = window.ops[index]
+    op, scratch = window.ops[index], len(window.storages) + index
     makes = tuple((storage, window.storages[storage].size) for storage in op.makes if storage not in present)
-    twice = sum(window.storages[storage].size for storage in op.makes if storage in present)
-    return _Step(op.reads, (), makes, sum(size for _, size in makes), op.workspace + twice, op.over)
-
-
-def _highs(steps: Sequence[_Step], ready: dict[int, int], stays: set[int]) -> list[int]:
-    """Memory before ``steps`` run, from ``ready`` on, and at most while each of them runs.
-
-    Memory dies with its last use unless it ``stays``.
-    """
-    last: dict[int, int] = {}
-    sizes = dict(ready)
-    for index, step in enumerate(steps):
-        last.update(dict.fromkeys(step.needs, index))
-        last.update(dict.fromkeys(step.reads, index))
-        for name, size in step.makes:
-            last[name] = index
-            sizes[name] = size
-    dying: list[int] = [0] * len(steps)
-    for name, index in last.items():
-        if name in sizes and name not in stays:
-            dying[index] += sizes[name]
-    live = sum(ready.values())
-    highs = [live]
-    for index, step in enumerate(steps):
-        live += step.size
-        over = step.over
-        saved = sizes[over] if over in sizes and last[over] == index and over not in stays else 0
-        highs.append(live + step.workspace - saved)
-        live -= dying[index]
-    return highs
-
-
-def _moments(steps: Sequence[_Step], highs: Sequence[int], leaves: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Moments of backward that can be the highest if all grows but gradients of parameters, which stay to the end."""
-    settled = [0]
-    for step in steps:
-        settled.append(settled[-1] + sum(size for name, size in step.makes if name in leaves))
-    found: list[tuple[int, int]] = []
-    for high, fixed in zip(reversed(highs), reversed(settled), strict=True):
-        if not found or high - fixed > found[-1][0]:
-            found.append((high - fixed, fixed))
-    return tuple(found)
+    twice = tuple(storage for storage in op.makes if storage in present)
+    workspace = op.workspace + sum(window.storages[storage].size for storage in twice)
+    return Step(op.reads, (), makes, sum(size for _, size in makes), workspace, op.over, scratch, twice)

@@ -16,7 +16,7 @@ MAX_FUNCTION_LINES = 65
 
 # Lower may not import higher; two modules of one level may not import each other.
 LEVELS = [
-    {"errors", "units", "_version", "_torch", "tape"},
+    {"errors", "moments", "units", "_version", "_torch", "tape"},
     {"clock", "plan", "joint", "tables", "device", "hull", "listing", "optimizer", "shapes", "snapshot"},
     {"metas", "state", "writes"},
     {
@@ -34,6 +34,7 @@ LEVELS = [
         "refuse",
         "replay",
         "runtime",
+        "segments",
     }
     | {"signature", "template", "workspace"},
     {"places", "rehearsal", "resize"},
@@ -53,7 +54,7 @@ LEVELS = [
 ONLY_REWRITE = {"runtime"}
 WITHOUT_TORCH = {
     "errors", "units", "plan", "tables", "explain", "hull", "chain_costs", "report", "clock", "decide", "overwrite",
-    "search", "replay", "menus",
+    "moments", "search", "segments", "replay", "menus",
     "passes.cuts", "passes.menu", "passes.dp", "passes.sqrtn", "passes.bound", "passes.schedule", "passes.simulate",
 }  # fmt: skip
 

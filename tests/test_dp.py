@@ -205,6 +205,22 @@ def test_plans_for_one_budget_are_nearly_as_good(share: float) -> None:
     assert least[1] <= least[0] * 1.03
 
 
+@pytest.mark.parametrize("above", [200, 1200, 8200])
+def test_there_are_plans_for_every_budget_that_some_plan_keeps_to(above: int) -> None:
+    """Also where nothing but nested recomputation fits, for the last stage takes nearly all that there is."""
+    builder = Builder()
+    value = builder.input()
+    for size in [3000] * 12 + [30_000] * 2:
+        value = builder.op(value, size=size, reads=(value,), weight=5)
+    graph = builder.build(builder.op(value, size=3000))
+    chain = cuts(graph)
+    menus = menu(graph, chain)
+    smallest = dp(graph, chain, menus).plans[-1]
+    assert any(segment.inner for segment in smallest.segments)
+    found = dp(graph, chain, menus, 600, smallest.peak_bytes + above).plans
+    assert [plan.peak_bytes for plan in found][-1:] == [smallest.peak_bytes]
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_results_that_are_let_go_after_forward_count_until_then(seed: int) -> None:
     """The peaks of plans are those of a simulation, though the loss uses one of several outputs only."""
@@ -247,3 +263,15 @@ def test_a_search_by_predictions_finds_the_cheapest_that_fits(share: float) -> N
     cheapest = min(timeline.recompute_seconds for timeline in every if timeline.peak_bytes <= limit)
     assert found[2].recompute_seconds <= cheapest + 0.01 * found[2].plain_seconds
     assert Predicted(graph, off, tangents, {}).cheapest_within(every[-1].peak_bytes // 2) is None
+
+
+def test_states_of_generators_count_where_operations_are_repeated() -> None:
+    builder = Builder()
+    value = builder.input()
+    for _ in range(6):
+        value = builder.op(builder.op(value, size=9000, weight=10, random=True), size=9000, weight=10)
+    graph = builder.build(value)
+    chain = cuts(graph)
+    for plan in dp(graph, chain, menu(graph, chain)).plans:
+        simulated = simulate(graph, schedule(graph, plan)).peak_bytes
+        assert simulated == pytest.approx(plan.peak_bytes, abs=2 * LOSS_BYTES + graph.state_bytes)
