@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from fxckpt.passes.dp import dp
 from fxckpt.passes.menu import menu
 from fxckpt.passes.simulate import simulate
 from fxckpt.passes.sqrtn import sqrtn
-from fxckpt.plan import Chain, Frontier, Graph, MenuPoint, Plan, Program, Segment, Timeline
+from fxckpt.plan import Chain, Frontier, Graph, MenuPoint, Plan, Program, Timeline
 from fxckpt.search import Candidate, Predicted, Search, simulated
 from fxckpt.segments import check, keep_everything, named, output_ends, split
 from fxckpt.units import GIB, format_bytes
