@@ -110,21 +110,20 @@ class Options:
         Raises:
             PlanMismatchError: ``goal.plan`` belongs to another graph.
         """
-        self.graph, self.goal, self.tangents = graph, goal, tangents
+        self.goal, self.tangents, self.first = goal, tangents, first
         self.moments = 6 if first is None else 2  # of backward that the bound looks at
         clock = self.clock = Clock()
         self.gap = 0.0  # of what was decided
-        self.held = _without_unused_outputs(graph, tangents)
         self.fingerprint = fingerprint(graph)
-        self.first = first
-        self.bounds: dict[int, float] = {}
         self.menus: tuple[tuple[MenuPoint, ...], ...] = ()
         self.chain: Chain
         self.ends: tuple[int, ...]
         self.plain_plan: Plan
         self.plain_program: Program
+        self.plain: Timeline
         self.search: Search
         self.lowered: dict[Any, Any] = {} if first is None else first.lowered
+        self._set_graph(graph)
         if first is not None:
             self.chain, self.ends = first.chain, first.ends
             self.plain_plan, self.plain_program = first.plain_plan, first.plain_program
@@ -136,15 +135,24 @@ class Options:
         self.ends = output_ends(graph)
         keep_all = self.plain_plan = split(graph, keep_everything(graph, self.chain), self.ends)
         self.plain_program, self.plain = clock.run("simulate", simulated, graph, keep_all, tangents, self.lowered)
-        if goal.plan is not None:
-            if goal.plan.fingerprint not in ("", self.fingerprint):
+        self._solve()
+
+    def _set_graph(self, graph: Graph) -> None:
+        self.graph, self.held = graph, _without_unused_outputs(graph, self.tangents)
+        self.bounds: dict[int, float] = {}
+
+    def _solve(self) -> None:
+        """Find the candidates."""
+        plan, goal = self.goal.plan, self.goal
+        if plan is not None:
+            if plan.fingerprint not in ("", self.fingerprint):
                 raise PlanMismatchError("the plan was made for another model or another input signature")
-            check(graph, goal.plan.segments, 0, len(graph.forward))
-            frontier = Frontier((goal.plan,))
+            check(self.graph, plan.segments, 0, len(self.graph.forward))
+            frontier = Frontier((plan,))
         else:
-            frontier = clock.run(goal.strategy, self._candidates, keep_all)
-        plans = tuple(split(graph, plan, self.ends) for plan in frontier.plans)
-        self.search = Search(graph, plans, tangents, self.lowered, ordered=goal.strategy != "sqrtn")
+            frontier = self.clock.run(goal.strategy, self._candidates, self.plain_plan)
+        plans = tuple(split(self.graph, plan, self.ends) for plan in frontier.plans)
+        self.search = Search(self.graph, plans, self.tangents, self.lowered, ordered=goal.strategy != "sqrtn")
         self._share_plain()
 
     def _share_plain(self) -> None:
@@ -172,7 +180,15 @@ class Options:
         Raises:
             BudgetInfeasibleError: no plan fits.
         """
-        chosen = self._chosen_measured(measured) or self._smallest_measured(measured)
+        while (chosen := self._chosen_measured(measured)) is None:
+            smallest = self.smallest()
+            graph = measured(smallest[2])
+            if graph is None:
+                chosen = self._best_effort(smallest)
+                break
+            self._set_graph(graph)  # another plan may be the smallest now
+            self.plain = simulate(graph, self.plain_program, self.tangents)
+            self._solve()
         self.gap = self._gap(chosen)
         return self.settle(chosen)
 
@@ -188,25 +204,9 @@ class Options:
         self.search.known.clear()  # timelines are large
         return self.settle(best)
 
-    def _smallest_measured(self, measured: Callable[[Timeline], Graph | None]) -> Candidate:
-        """The smallest peak, if that will do or fits when scratch memory near it is measured."""
-        smallest = self.smallest()
-        graph = measured(smallest[2])
-        while graph is not None:
-            self._rescore(graph)
-            chosen = self._chosen()
-            if chosen is not None:
-                return chosen
-            smallest = self.smallest()
-            graph = measured(smallest[2])
-        best = self._best_effort()
-        if best is None:
-            raise _infeasible(self.goal, self.graph, *smallest)
-        return best
-
     def _rescore(self, graph: Graph) -> None:
         """Go on with other scratch memory."""
-        self.graph, self.held = graph, _without_unused_outputs(graph, self.tangents)
+        self._set_graph(graph)
         self.search = self.search.rescored(graph)
 
     def _carried(self, first: Options, measured: Callable[[Timeline], Graph | None]) -> Candidate | None:
@@ -253,11 +253,10 @@ class Options:
         plans = tuple(split(self.graph, plan, self.ends) for plan in frontier.plans)
         return Predicted(self.graph, plans, self.tangents, self.lowered)
 
-    def _best_effort(self) -> Candidate | None:
+    def _best_effort(self, smallest: Candidate) -> Candidate:
         """The smallest peak, if that will do."""
         if not self.goal.best_effort:
-            return None
-        smallest = self.smallest()
+            raise _infeasible(self.goal, self.graph, *smallest)
         warnings.warn(
             f"no plan fits {format_bytes(self.goal.budget_bytes or 0)}; taking the smallest peak, "
             f"{format_bytes(smallest[2].peak_bytes)}", stacklevel=2,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,13 +30,14 @@ from fxckpt.joint import (
 )
 from fxckpt.plan import Graph, Node, Slot, Timeline
 from fxckpt.tape import Call, Described, Result, Sizes, describe, take_apart
-from fxckpt.workspace import measure_workspaces
+from fxckpt.workspace import measure_workspaces, reordered_bytes
 from fxckpt.writes import SCATTERS
 
 __all__ = ["Blueprint", "Resized", "Unlike"]
 
 
 MARGIN = 0.25  # estimates of scratch memory may be short by this much of it
+_MATMULS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.")
 _TRACED_AS = {
     torch.ops.aten.detach.default: torch.ops.aten.alias.default,
     torch.ops.aten.lift_fresh.default: torch.ops.aten.lift_fresh_copy.default,
@@ -233,7 +235,7 @@ class Resized:
         Returns:
             None if all that matters has been measured.
         """
-        extra = {node.name: self._extra_scratch(value, node) for value, node in enumerate(self.scored)}
+        extra = {node.name: self.extra_scratch(value, node) for value, node in enumerate(self.scored)}
         near = {
             name
             for total, (_, _, name) in zip(timeline.total_bytes, timeline.labels, strict=True)
@@ -251,18 +253,21 @@ class Resized:
         self.scored = tuple(nodes)
         return dataclasses.replace(graph, nodes=self.scored)
 
-    def _extra_scratch(self, value: int, node: Node) -> float:
+    def extra_scratch(self, value: int, node: Node) -> float:
         """How many bytes the estimate of scratch memory may be short by.
 
-        A convolution that needs none for few images may bring its inputs and results into another order for many.
+        Kernels of oneDNN that need none for few rows may bring their inputs and results into another order for many.
         """
         place = self.blueprint.places.get(value)
         if place is None or node.phase == "input" or node.name in self.known_scratch:
             return 0
-        reorders = node.op.startswith("aten.convolution")
+        tensors = _tensors([self.results[value], *(self.results[source] for source in place.reads)])
+        matmul = node.op.startswith(_MATMULS) and any(tensor.dtype in HALF for tensor in tensors)
+        reorders = matmul or node.op.startswith("aten.convolution")
         if not (node.workspace_bytes or reorders) or self._growth(value, place) == 1:
             return 0
-        return max(MARGIN * node.workspace_bytes, node.moved_bytes - node.workspace_bytes if reorders else 0)
+        reordered = sum(reordered_bytes(one.shape, one.dtype.itemsize) for one in tensors) if reorders else 0
+        return max(MARGIN * node.workspace_bytes, reordered - node.workspace_bytes)
 
     def _alone(self, values: list[int]) -> dict[int, fx.Node]:
         """Nodes in a graph of their own, with tensors of the present sizes."""
@@ -325,7 +330,7 @@ class Resized:
         if (flops, moved) == (node.flops, node.moved_bytes):
             return node
         inputs = [self.results[source] for source in place.reads]
-        half = any(isinstance(one, Described) and one.dtype in HALF for one in (result, *inputs))
+        half = any(one.dtype in HALF for one in _tensors([result, *inputs]))
         ratio = roofline_seconds(self.device, flops, moved, half)
         ratio /= roofline_seconds(self.device, node.flops, node.moved_bytes, half)
         return dataclasses.replace(
@@ -375,6 +380,11 @@ def _is_seeded(target: Any) -> bool:
 
 def _floats(call: Call) -> list[float]:
     return [value for value in call.plain if isinstance(value, float)]
+
+
+def _tensors(results: Iterable[Result]) -> list[Described]:
+    """The tensors among ``results``."""
+    return [one for result in results for one in ([result] if isinstance(result, Described) else result) if one]
 
 
 def _meta(result: Result) -> Any:

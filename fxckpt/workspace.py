@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from fxckpt import _torch
 from fxckpt.device import is_view
 from fxckpt.joint import JointGraph
 
-__all__ = ["measure_seconds", "measure_workspaces"]
+__all__ = ["measure_seconds", "measure_workspaces", "reordered_bytes"]
 
 LIMIT_BYTES = 4 * 2**30  # an operator with larger inputs is not tried
 MARK_BYTES = 7_777  # size of the allocation that separates two operators in the allocator's record
@@ -36,6 +37,7 @@ _BLAS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default})
 _known: dict[Hashable, int] = {}
 _timed: dict[Hashable, float] = {}
 REPEATS = 3
+BLOCK = 16  # channels that convolutions on CPU bring together; where there are fewer, zeros fill the block
 
 
 def measure_workspaces(nodes: Iterable[fx.Node], limit_bytes: int = LIMIT_BYTES) -> dict[str, int]:
@@ -59,6 +61,11 @@ def measure_workspaces(nodes: Iterable[fx.Node], limit_bytes: int = LIMIT_BYTES)
     if todo:
         _known.update(zip(todo, _measure(list(todo.values())), strict=True))
     return {node.name: _known[key] for node, key in keys.items() if _known.get(key, 0) > 0}
+
+
+def reordered_bytes(shape: Sequence[int], itemsize: int) -> int:
+    """Size of a tensor of a convolution, its channels in blocks, as its kernel may bring it into order."""
+    return math.prod(math.ceil(n / BLOCK) * BLOCK if dim == 1 else n for dim, n in enumerate(shape)) * itemsize
 
 
 def _may_need_scratch(node: fx.Node) -> bool:

@@ -89,6 +89,8 @@ def test_a_resized_graph_is_that_of_a_new_trace(name: str, times: int) -> None:
     assert shapes == [tuple(value.shape) for value in values if isinstance(value, Tensor)]
     timeline = Timeline((2**60,) * len(graph.nodes), 0, 0, 0, "", (), (), tuple((0, "", n.name) for n in graph.nodes))
     assert found.resized is not None
+    for value, (node, other_node) in enumerate(zip(graph.nodes, expected.nodes, strict=True)):
+        assert node.workspace_bytes + found.resized.extra_scratch(value, node) >= other_node.workspace_bytes, node.name
     measured = found.resized.measured(graph, timeline, 0) or graph
     for node, other_node in zip(measured.nodes, expected.nodes, strict=True):
         assert node.workspace_bytes >= other_node.workspace_bytes
