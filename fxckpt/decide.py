@@ -27,7 +27,9 @@ __all__ = ["Decision", "Goal", "Options", "fingerprint"]
 
 SLOTS = (200, 600)  # of the dynamic program at other sizes: the finer one where the coarse one finds nothing
 SLACK = 0.02  # plans from other sizes may be this much dearer, as a fraction of the plain step
-MEASUREMENTS = 4  # how often the peak may move to another operator when its scratch memory is measured
+
+Measured = Callable[[Timeline, int], Graph | None]
+"""The graph with measured scratch memory where a timeline may exceed so many bytes by it, None if it is what it was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,21 @@ class Decision:
         """The step without recomputation."""
         return self.options.plain
 
+    def refine(self) -> None:
+        """Measure the scratch memory that may be the peak, where estimates were good enough to decide by.
+
+        Then the predicted peaks are as exact as those of a new capture.
+        """
+        options = self.options
+        while True:
+            timelines = self.timeline, options.plain
+            graph = next(filter(None, (options.measured(one, one.peak_bytes) for one in timelines)), None)
+            if graph is None:
+                break
+            options.rescore(graph)
+            self.graph, self.timeline = graph, simulate(graph, self.program, self.tangents)
+        self.plan = dataclasses.replace(self.plan, peak_bytes=self.timeline.peak_bytes)
+
     def min_peak_bytes(self) -> int:
         """Smallest peak that the strategy reaches; computed now."""
         return self.options.smallest()[2].peak_bytes
@@ -99,18 +116,22 @@ class Options:
         plain: the step without recomputation.
     """
 
-    def __init__(self, graph: Graph, goal: Goal, tangents: frozenset[int], first: Options | None = None) -> None:
+    def __init__(
+        self, graph: Graph, goal: Goal, tangents: frozenset[int], first: Options | None = None,
+        measured: Measured = lambda timeline, limit: None,
+    ) -> None:  # fmt: skip
         """
         Args:
             graph: the joint graph with costs.
             goal: strategy and budget.
             tangents: slots of outputs that get a gradient.
             first: options of the same graph at other sizes, whose candidates are to be taken over.
+            measured: of a graph whose scratch memory is estimated.
 
         Raises:
             PlanMismatchError: ``goal.plan`` belongs to another graph.
         """
-        self.goal, self.tangents, self.first = goal, tangents, first
+        self.goal, self.tangents, self.first, self.measured = goal, tangents, first, measured
         self.moments = 6 if first is None else 2  # of backward that the bound looks at
         clock = self.clock = Clock()
         self.gap = 0.0  # of what was decided
@@ -170,50 +191,46 @@ class Options:
         frontier = dp(self.held, self.chain, self.menus)
         return Frontier((dataclasses.replace(keep_all, strategy="dp"), *frontier.plans))
 
-    def decide(self, measured: Callable[[Timeline], Graph | None] = lambda _: None) -> Decision:
+    def decide(self) -> Decision:
         """The cheapest plan whose simulated peak is within the budget.
-
-        Args:
-            measured: where scratch memory is estimated: the graph with measured scratch memory near the peak of a
-                timeline, None if it is what it was.
 
         Raises:
             BudgetInfeasibleError: no plan fits.
         """
-        while (chosen := self._chosen_measured(measured)) is None:
+        while (chosen := self._chosen_measured()) is None:
             smallest = self.smallest()
-            graph = measured(smallest[2])
+            graph = self.measured(smallest[2], self.goal.limit or 0)
             if graph is None:
                 chosen = self._best_effort(smallest)
                 break
-            self._set_graph(graph)  # another plan may be the smallest now
-            self.plain = simulate(graph, self.plain_program, self.tangents)
+            self.rescore(graph)  # another plan may be the smallest now
             self._solve()
         self.gap = self._gap(chosen)
         return self.settle(chosen)
 
-    def take_over(self, measured: Callable[[Timeline], Graph | None]) -> Decision | None:
+    def take_over(self) -> Decision | None:
         """Like :meth:`decide`, among plans with the kept sets of the first sizes; None if none of these fits."""
         assert self.first is not None
         if self.first.menus:
-            best = self._carried(self.first, measured) or self._for_these_sizes(self.first, measured)
+            best = self._carried(self.first) or self._for_these_sizes(self.first)
         else:
-            best = self._chosen_measured(measured)
+            best = self._chosen_measured()
         if best is None:
             return None
         self.search.known.clear()  # timelines are large
         return self.settle(best)
 
-    def _rescore(self, graph: Graph) -> None:
+    def rescore(self, graph: Graph) -> None:
         """Go on with other scratch memory."""
         self._set_graph(graph)
+        self.plain = simulate(graph, self.plain_program, self.tangents)
         self.search = self.search.rescored(graph)
 
-    def _carried(self, first: Options, measured: Callable[[Timeline], Graph | None]) -> Candidate | None:
+    def _carried(self, first: Options) -> Candidate | None:
         """A candidate of the first sizes, if there is at least as much room as then and one is as good as then."""
         if self._room() < first._room():
             return None
-        best = self._chosen_measured(measured)
+        best = self._chosen_measured()
         return best if best is not None and self._gap(best) <= first.gap + SLACK else None
 
     def _room(self) -> float:
@@ -223,27 +240,26 @@ class Options:
             return 1.0
         return (limit - fixed) / (self.plain.peak_bytes - fixed)
 
-    def _for_these_sizes(self, first: Options, measured: Callable[[Timeline], Graph | None]) -> Candidate | None:
+    def _for_these_sizes(self, first: Options) -> Candidate | None:
         """The best plan with the kept sets of the first sizes."""
         menus = self.clock.run("dp", resized_menus, first.held, self.held, first.menus)
         for slots in SLOTS:
             self.search = self.clock.run("dp", self._anew, menus, slots)
-            best = self._chosen_measured(measured)
+            best = self._chosen_measured()
             if best is not None:
                 return best
         return None
 
-    def _chosen_measured(self, measured: Callable[[Timeline], Graph | None]) -> Candidate | None:
+    def _chosen_measured(self) -> Candidate | None:
         """The cheapest candidate that fits when scratch memory near its peak is measured."""
-        chosen = self._chosen()
-        for _ in range(MEASUREMENTS):
-            graph = None if chosen is None else measured(chosen[2])
-            if chosen is None or graph is None:
+        chosen, limit = self._chosen(), self.goal.limit
+        while chosen is not None and limit is not None:
+            graph = self.measured(chosen[2], limit)
+            if graph is None:
                 break
-            self._rescore(graph)
+            self.rescore(graph)
             timeline = simulate(graph, chosen[1], self.tangents)
-            fits = self.goal.limit is None or timeline.peak_bytes <= self.goal.limit
-            chosen = (*chosen[:2], timeline) if fits else self._chosen()
+            chosen = (*chosen[:2], timeline) if timeline.peak_bytes <= limit else self._chosen()
         return chosen
 
     def _anew(self, menus: tuple[tuple[MenuPoint, ...], ...], slots: int) -> Search:

@@ -142,14 +142,14 @@ def choose(captured: Captured, graph: Graph, goal: Goal) -> Decision:
     resized, first = captured.resized, captured.first.options
     assert resized is not None
 
-    def measured(timeline: Timeline) -> Graph | None:
-        return None if goal.limit is None else resized.measured(graph, timeline, goal.limit)
+    def measured(timeline: Timeline, limit: int) -> Graph | None:
+        return resized.measured(graph, timeline, limit)
 
     if first is not None and first.serve(goal, captured.tangents):
-        taken_over = Options(graph, goal, captured.tangents, first).take_over(measured)
+        taken_over = Options(graph, goal, captured.tangents, first, measured).take_over()
         if taken_over is not None:
             return taken_over
-    return Options(graph, goal, captured.tangents).decide(measured)
+    return Options(graph, goal, captured.tangents, None, measured).decide()
 
 
 def emit(captured: Captured, decision: Decision) -> fx.GraphModule:

@@ -128,11 +128,18 @@ class Entry:
 class Outcome:
     """What planning a call led to: a plan, its report, and for a model captured whole the entry that runs it."""
 
-    plan: Plan
     make_report: Callable[[], Report | RegionsReport]
     entry: Entry | None = None
     guard: Guard | None = None
     _report: Report | RegionsReport | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan; of one for other sizes the peak is found out now."""
+        if self.entry is None:
+            return self.report.plan  # type: ignore[union-attr]
+        self.entry.decision.refine()
+        return self.entry.decision.plan
 
     @property
     def report(self) -> Report | RegionsReport:
@@ -276,13 +283,14 @@ class Planner:
         self.planned = True
         entry = Entry(captured, decision, emit(captured, decision), state)
         make_report = functools.partial(_report, type(model).__name__, captured, decision)
-        return self._done(model, Outcome(decision.plan, make_report, entry))
+        return self._done(model, Outcome(make_report, entry))
 
     def _seconds(self, captured: Captured) -> dict[str, float]:
         return measure_seconds(captured.joint) if self.settings.measure and captured.first is None else {}
 
     def _done(self, model: nn.Module, outcome: Outcome) -> Outcome:
-        log.info("planned %s: peak %d bytes", type(model).__name__, outcome.plan.peak_bytes)
+        if log.isEnabledFor(logging.INFO):
+            log.info("planned %s: peak %d bytes", type(model).__name__, outcome.plan.peak_bytes)
         if self.settings.verbose:
             print(outcome.report)
         return outcome
@@ -322,7 +330,7 @@ class Planner:
             title, combined_plan(regions, peak), list(regions.uses.values()), error, regions.left,
             regions.plain_peak(base + extra, missing),
         )  # fmt: skip
-        return self._done(model, Outcome(report.plan, lambda: report))
+        return self._done(model, Outcome(lambda: report))
 
     def _region(
         self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call,
@@ -370,6 +378,7 @@ def _try_out(
 
 
 def _report(name: str, captured: Captured, decision: Decision) -> Report:
+    decision.refine()
     title = ", ".join(part for part in (name, _inputs_text(captured.joint), "train") if part)
     return build_report(
         decision.graph, decision.plan, decision.program, decision.timeline, decision.plain, title=title,
