@@ -15,8 +15,9 @@ import numpy as np
 __all__ = ["Course", "Growth", "Recipe", "Step"]
 
 FOREVER = 10**9  # later than any step
-MOST = 6  # moments of one course that are remembered
-NEAR = 0.7  # of the peak; a moment below is the highest at no sizes that are likely
+MOST = 12  # moments of one course that are remembered
+SCALES = (1 / 8, 1 / 4, 1 / 2, 2, 4, 8)  # of all that grows with the inputs
+NEAR = 0.5  # of the peak; a moment below is the highest at hardly any sizes
 
 
 class Step(NamedTuple):
@@ -96,25 +97,20 @@ class Course:
         return found
 
     def moments(self, settled: Sequence[int] = ()) -> list[int]:
-        """Those that can be the highest: that come near the peak, or are the highest beside what is ``settled``.
+        """Those that can be the highest: that come near the peak, or are the highest where all but ``settled`` grows.
 
         Args:
-            settled: bytes at each moment that do not grow with the inputs, never falling.
+            settled: bytes at each moment that do not grow with the inputs.
         """
-        highs = self.highs
-        peak = max(highs)
-        found: dict[int, None] = {}
+        highs: Any = np.array(self.highs)
+        around: Any = np.pad(highs, 1, constant_values=-1)
+        found = {int(highs.argmax()): None}
         if settled:
-            beside = -1
-            for moment in range(len(highs) - 1, -1, -1):
-                if highs[moment] - settled[moment] > beside:
-                    beside = highs[moment] - settled[moment]
-                    if highs[moment] * 2 >= peak:
-                        found[moment] = None
-        inner = range(1, len(highs) - 1)
-        tops = [m for m in inner if highs[m - 1] <= highs[m] > highs[m + 1] and highs[m] >= NEAR * peak]
-        ranked = sorted({*found, *tops, highs.index(peak)}, key=highs.__getitem__, reverse=True)
-        return ranked[:MOST]
+            fixed: Any = np.array(settled)
+            found |= {int((fixed + scale * (highs - fixed)).argmax()): None for scale in SCALES}
+        tops = np.flatnonzero((around[:-2] <= highs) & (highs > around[2:]) & (highs >= NEAR * highs.max()))
+        found |= dict.fromkeys(tops[highs[tops].argsort()[::-1]].tolist())
+        return list(found)[:MOST]
 
 
 class Recipe:
