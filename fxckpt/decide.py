@@ -25,7 +25,8 @@ from fxckpt.units import GIB, format_bytes
 
 __all__ = ["Decision", "Goal", "Options", "fingerprint"]
 
-SLOTS = (200, 600)  # of the dynamic program at other sizes: the finer one where the coarse one finds nothing
+ATTEMPTS = ((400, False), (300, True), (600, True))  # slots, and whether plans may be nested, at other sizes
+NEAR = 0.005  # of the plain step; recomputation beyond the bound for which no nested plan is looked for
 SLACK = 0.02  # plans from other sizes may be this much dearer, as a fraction of the plain step
 
 Measured = Callable[[Timeline, int], Graph | None]
@@ -243,12 +244,15 @@ class Options:
     def _for_these_sizes(self, first: Options) -> Candidate | None:
         """The best plan with the kept sets of the first sizes."""
         menus = self.clock.run("dp", resized_menus, first.held, self.held, first.menus)
-        for slots in SLOTS:
-            self.search = self.clock.run("dp", self._anew, menus, slots)
+        found: list[Candidate] = []
+        for slots, nested in ATTEMPTS:
+            self.search = self.clock.run("dp", self._anew, menus, slots, nested)
             best = self._chosen_measured()
             if best is not None:
-                return best
-        return None
+                found.append(best)
+                if nested or self._gap(best) <= first.gap + NEAR:
+                    break
+        return min(found, key=lambda c: c[2].recompute_seconds, default=None)
 
     def _chosen_measured(self) -> Candidate | None:
         """The cheapest candidate that fits when scratch memory near its peak is measured."""
@@ -262,10 +266,10 @@ class Options:
             chosen = (*chosen[:2], timeline) if timeline.peak_bytes <= limit else self._chosen()
         return chosen
 
-    def _anew(self, menus: tuple[tuple[MenuPoint, ...], ...], slots: int) -> Search:
+    def _anew(self, menus: tuple[tuple[MenuPoint, ...], ...], slots: int, nested: bool) -> Search:
         """A search among plans for these sizes, from the kept sets of the first sizes."""
         assert self.goal.limit is not None
-        frontier = dp(self.held, self.chain, menus, slots, self.goal.limit)
+        frontier = dp(self.held, self.chain, menus, slots, self.goal.limit, nested)
         plans = tuple(split(self.graph, plan, self.ends) for plan in frontier.plans)
         return Predicted(self.graph, plans, self.tangents, self.lowered)
 

@@ -45,8 +45,9 @@ class _Move(NamedTuple):
 
 
 def dp(
-    graph: Graph, chain: Chain, menus: Sequence[Sequence[MenuPoint]], slots: int = 0, most_bytes: int | None = None
-) -> Frontier:
+    graph: Graph, chain: Chain, menus: Sequence[Sequence[MenuPoint]], slots: int = 0, most_bytes: int | None = None,
+    nested: bool = True,
+) -> Frontier:  # fmt: skip
     """Plans for all amounts of memory, the cheapest first; they do not depend on any budget.
 
     Memory is cut into ``slots`` (by default 600, fewer for long chains), once from nothing to what keeping
@@ -54,7 +55,8 @@ def dp(
     slot, so peaks are close but not exact: whoever chooses among the plans has to simulate them.
     O(L^2 (L + K) S) time and O(L^2 S) memory for L stages, K menu points per stage and S slots.
 
-    With ``most_bytes`` there are only plans for this much memory, or a little less, from one solution.
+    With ``most_bytes`` there are only plans for this much memory, or a little less, from one solution. Without
+    ``nested`` no plan runs forward twice to a later cut, which takes O(L K S) time.
 
     Assumes that a stage's backward reads nothing of earlier stages that does not cross its first cut.
     """
@@ -62,7 +64,7 @@ def dp(
     count = len(chain.stages)
     # The streams as the region found them are kept for double backward.
     always = graph.fixed_bytes + (graph.state_bytes if any(graph.nodes[v].random for v in graph.forward) else 0)
-    solver = _Solver(costs, menus, slots or max(200, min(600, 60_000 // max(count, 1))))
+    solver = _Solver(costs, menus, slots or max(200, min(600, 60_000 // max(count, 1))), nested)
     if most_bytes is None:
         moves = _all_plans(solver)
     else:
@@ -117,8 +119,8 @@ class _Solver:
         charges: units that a menu point takes until its backward, by stage and point.
     """
 
-    def __init__(self, costs: ChainCosts, menus: Sequence[Sequence[MenuPoint]], slots: int) -> None:
-        self.costs, self.menus, self.slots = costs, menus, slots
+    def __init__(self, costs: ChainCosts, menus: Sequence[Sequence[MenuPoint]], slots: int, nested: bool) -> None:
+        self.costs, self.menus, self.slots, self.nested = costs, menus, slots, nested
         self.count, self.aim = len(menus), slots
         self.ends: Any = np.arange(self.count + 1)
         self.needs: dict[tuple[int, int, int, int], int] = {}
@@ -142,6 +144,8 @@ class _Solver:
         self.piles: Any = self._rounded(self.costs.piled, 0.5)
         for a in range(count - 1, -1, -1):
             self._keep(a)
+            if not self.nested:
+                continue
             best = np.minimum(self.value[a, :, -1:], MOST_SECONDS)
             costly = (self.value[a] > best).sum(axis=1)  # slots below which memory is worth something
             useful = np.maximum.accumulate(costly[::-1])[::-1].tolist()
@@ -208,18 +212,33 @@ class _Solver:
             stop = a + stages
             members = [index for index, point in enumerate(points) if point.stages == stages]
             needs = self._rounded(self._needs([points[index] for index in members], a, stop), 0.5)
-            last = np.array([self._extra(points[index], stop, stop) for index in members], dtype=np.float32)
-            alone: Any = np.where(self.grid >= needs[:, :1], last[:, None], np.float32(np.inf))
-            best = alone.argmin(axis=0)
-            better = alone[best, self.grid] < self.value[a, stop]
-            np.copyto(self.value[a, stop], alone[best, self.grid], where=better)
-            np.copyto(self.choice[a, stop], np.array(members)[best], where=better)
+            if self.nested or stop == self.count:
+                last = np.array([self._extra(points[index], stop, stop) for index in members], dtype=np.float32)
+                self._choose(a, stop, last[:, None], needs[:, :1], members)
+            if not self.nested and stop < self.count:
+                self._choose(a, self.count, self._behind(stop, points, charges, members), needs[:, -1:], members)
+                continue
             for index, point_needs in zip(members, needs, strict=True):
                 charge = charges[index]
                 if stop < self.count and charge <= self.slots:
                     behind = self.value[stop, stop + 1 :, : self.slots + 1 - charge]
                     offer = behind + np.float32(points[index].extra_seconds)
                     self._offer(a, stop + 1, charge, offer, point_needs[1:], index)
+
+    def _behind(self, stop: int, points: Sequence[MenuPoint], charges: Sequence[int], members: Sequence[int]) -> Any:
+        """Extra time of points and of all that comes after them, by point and slot."""
+        padded = np.append(self.value[stop, self.count], np.float32(np.inf))  # the last one for less than nothing
+        extra = np.array([points[index].extra_seconds for index in members], dtype=np.float32)
+        left = self.grid - np.array([charges[index] for index in members])[:, None]
+        return padded[np.maximum(left, -1)] + extra[:, None]
+
+    def _choose(self, a: int, b: int, offers: Any, needs: Any, members: Sequence[int]) -> None:
+        """Take the best of ``offers``, by point and slot, for ``C(a, b, m)`` where one is better."""
+        possible: Any = np.where(self.grid >= needs, offers, np.float32(np.inf))
+        best = possible.argmin(axis=0)
+        better = possible[best, self.grid] < self.value[a, b]
+        np.copyto(self.value[a, b], possible[best, self.grid], where=better)
+        np.copyto(self.choice[a, b], np.array(members)[best], where=better)
 
     def _extra(self, point: MenuPoint, stop: int, b: int) -> float:
         """Extra time of a menu point; the last window of a nested run need not make what nobody reads again."""

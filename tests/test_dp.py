@@ -205,6 +205,33 @@ def test_plans_for_one_budget_are_nearly_as_good(share: float) -> None:
     assert least[1] <= least[0] * 1.03
 
 
+@pytest.mark.parametrize("share", [0.6, 0.7, 0.8, 0.9])
+def test_plans_that_are_not_nested_are_the_cheapest_of_their_kind(share: float) -> None:
+    graph = mlp(6, 2, 8, weight=3)
+    chain = cuts(graph)
+    menus = menu(graph, chain, 2)
+    flat = [replay(graph, Plan("dp", plan)) for plan in runs(graph, chain, menus, 0, len(chain.stages), 0)]
+    limit = round(max(result.peak_bytes for result in flat) * share)
+    plans = dp(graph, chain, menus, 10_000, limit, nested=False).plans
+    assert not any(segment.inner for plan in plans for segment in plan.segments)
+    assert cheapest([replay(graph, plan) for plan in plans], limit) <= cheapest(flat, limit)
+
+
+def test_without_nesting_plans_are_as_cheap_until_only_nesting_fits() -> None:
+    graph = mlp(40, 4, 4)
+    chain = cuts(graph)
+    menus = menu(graph, chain)
+    top = dp(graph, chain, menus).plans[0].peak_bytes
+
+    def price(share: float, nested: bool) -> float:
+        plans = dp(graph, chain, menus, 5000, round(top * share), nested).plans
+        return cheapest([replay(graph, plan) for plan in plans], round(top * share))
+
+    for share in (0.28, 0.4, 0.6):
+        assert price(share, False) == price(share, True) < float("inf")
+    assert price(0.2, True) < price(0.2, False) == float("inf")
+
+
 @pytest.mark.parametrize("above", [200, 1200, 8200])
 def test_there_are_plans_for_every_budget_that_some_plan_keeps_to(above: int) -> None:
     """Also where nothing but nested recomputation fits, for the last stage takes nearly all that there is."""
