@@ -227,7 +227,7 @@ class _Solver:
 
     def _behind(self, stop: int, points: Sequence[MenuPoint], charges: Sequence[int], members: Sequence[int]) -> Any:
         """Extra time of points and of all that comes after them, by point and slot."""
-        padded = np.append(self.value[stop, self.count], np.float32(np.inf))  # the last one for less than nothing
+        padded: Any = np.append(self.value[stop, self.count], np.float32(np.inf))  # the last one for less than nothing
         extra = np.array([points[index].extra_seconds for index in members], dtype=np.float32)
         left = self.grid - np.array([charges[index] for index in members])[:, None]
         return padded[np.maximum(left, -1)] + extra[:, None]
