@@ -199,23 +199,23 @@ class Options:
             BudgetInfeasibleError: no plan fits.
         """
         while (chosen := self._chosen_measured()) is None:
-            smallest = self.smallest()
-            graph = self.measured(smallest[2], self.goal.limit or 0)
-            if graph is None:
-                chosen = self._best_effort(smallest)
+            if self._measured_near(self.smallest) is None:
+                chosen = self._best_effort(self.smallest())
                 break
-            self.rescore(graph)  # another plan may be the smallest now
-            self._solve()
+            self._solve()  # with other scratch memory, other plans may be the smallest
         self.gap = self._gap(chosen)
         return self.settle(chosen)
 
     def take_over(self) -> Decision | None:
         """Like :meth:`decide`, among plans with the kept sets of the first sizes; None if none of these fits."""
-        assert self.first is not None
-        if self.first.menus:
-            best = self._carried(self.first) or self._for_these_sizes(self.first)
-        else:
-            best = self._chosen_measured()
+        first = self.first
+        assert first is not None
+        find = self._among_menus if first.menus else self._chosen_measured
+        best = find()
+        if best is None:
+            smallest = self._measured_near(lambda: first.search.at_sizes(self.graph).smallest())
+            if smallest is not None and smallest[2].peak_bytes <= (self.goal.limit or 0):
+                best = find()
         if best is None:
             return None
         self.search.known.clear()  # timelines are large
@@ -226,6 +226,19 @@ class Options:
         self._set_graph(graph)
         self.plain = simulate(graph, self.plain_program, self.tangents)
         self.search = self.search.rescored(graph)
+
+    def _measured_near(self, find: Callable[[], Candidate]) -> Candidate | None:
+        """What ``find`` finds when the scratch memory that may exceed the budget there is measured; None if all was."""
+        known, found = self.graph, find()
+        while (graph := self.measured(found[2], self.goal.limit or 0)) is not None:
+            self.rescore(graph)
+            found = find()
+        return found if self.graph is not known else None
+
+    def _among_menus(self) -> Candidate | None:
+        """The cheapest that fits, of the plans of the first sizes or with their kept sets."""
+        assert self.first is not None
+        return self._carried(self.first) or self._for_these_sizes(self.first)
 
     def _carried(self, first: Options) -> Candidate | None:
         """A candidate of the first sizes, if there is at least as much room as then and one is as good as then."""

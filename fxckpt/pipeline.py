@@ -146,9 +146,11 @@ def choose(captured: Captured, graph: Graph, goal: Goal) -> Decision:
         return resized.measured(graph, timeline, limit)
 
     if first is not None and first.serve(goal, captured.tangents):
-        taken_over = Options(graph, goal, captured.tangents, first, measured).take_over()
+        options = Options(graph, goal, captured.tangents, first, measured)
+        taken_over = options.take_over()
         if taken_over is not None:
             return taken_over
+        graph = options.graph  # with the scratch memory measured so far
     return Options(graph, goal, captured.tangents, None, measured).decide()
 
 
