@@ -173,7 +173,8 @@ class Resized:
         self.results = self._results()
         self._check_inputs()
         self.joint = self._joint()
-        self.known_scratch: set[str] = set()
+        self.growths: dict[int, float] = {}
+        self.extra: dict[str, float] | None = None  # by which estimates may be short, of nodes not measured
         self.storages = self._storage_bytes()
         self.scored = tuple(self._node(value, node) for value, node in enumerate(self.first_graph.nodes))
         self.slots = tuple(self._slot(slot, entry) for slot, entry in enumerate(self.first_graph.slots))
@@ -235,15 +236,18 @@ class Resized:
         Returns:
             None if all that matters has been measured.
         """
-        extra = {node.name: self.extra_scratch(value, node) for value, node in enumerate(self.scored)}
+        if self.extra is None:
+            extra = ((node.name, self.extra_scratch(value, node)) for value, node in enumerate(self.scored))
+            self.extra = {name: size for name, size in extra if size > 0}
         near = {
             name
             for total, (_, _, name) in zip(timeline.total_bytes, timeline.labels, strict=True)
-            if total + extra.get(name, 0) > limit and extra.get(name, 0) > 0
-        } - self.known_scratch
+            if name in self.extra and total + self.extra[name] > limit
+        }
         if not near:
             return None
-        self.known_scratch |= near
+        for name in near:
+            del self.extra[name]
         values = [value for value, node in enumerate(self.scored) if node.name in near]
         alone = self._alone(values)
         found = measure_workspaces(alone.values())
@@ -259,7 +263,7 @@ class Resized:
         Kernels of oneDNN that need none for few rows may bring their inputs and results into another order for many.
         """
         place = self.blueprint.places.get(value)
-        if place is None or node.phase == "input" or node.name in self.known_scratch:
+        if place is None or node.phase == "input":
             return 0
         tensors = _tensors([self.results[value], *(self.results[source] for source in place.reads)])
         matmul = node.op.startswith(_MATMULS) and any(tensor.dtype in HALF for tensor in tensors)
@@ -340,14 +344,20 @@ class Resized:
 
     def _growth(self, value: int, place: _Place) -> float:
         """How much the tensor that grows most has grown, at least 1."""
-        growth = 1.0
-        for other in (value, *place.reads):
-            before, after = self.nodes[other].meta.get("val"), self.results[other]
+        return max(map(self._grown, (value, *place.reads)))
+
+    def _grown(self, value: int) -> float:
+        """How much the largest growth is among the tensors of one value."""
+        growth = self.growths.get(value)
+        if growth is None:
+            before, after = self.nodes[value].meta.get("val"), self.results[value]
             olds = before if isinstance(before, (tuple, list)) else (before,)
             news = (after,) if isinstance(after, Described) else after
+            growth = 1.0
             for old, new in zip(olds, news, strict=True):
                 if isinstance(old, Tensor) and new is not None and old.numel():
                     growth = max(growth, math.prod(new.shape) / old.numel())
+            self.growths[value] = growth
         return growth
 
     def _fits_over(self, node: Node, result: Result) -> bool:
