@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -161,7 +162,7 @@ class Options:
 
     def _set_graph(self, graph: Graph) -> None:
         self.graph, self.held = graph, _without_unused_outputs(graph, self.tangents)
-        self.bounds: dict[int, float] = {}
+        self.bounds: dict[tuple[int, float], float] = {}
 
     def _solve(self) -> None:
         """Find the candidates."""
@@ -245,7 +246,7 @@ class Options:
         if self._room() < first._room():
             return None
         best = self._chosen_measured()
-        return best if best is not None and self._gap(best) <= first.gap + SLACK else None
+        return best if best is not None and self._is_near(best, first.gap + SLACK) else None
 
     def _room(self) -> float:
         """The budget as a part of what the plain step takes, what is fixed apart; at most 1."""
@@ -263,7 +264,7 @@ class Options:
             best = self._chosen_measured()
             if best is not None:
                 found.append(best)
-                if nested or self._gap(best) <= first.gap + NEAR:
+                if nested or self._is_near(best, first.gap + NEAR):
                     break
         return min(found, key=lambda c: c[2].recompute_seconds, default=None)
 
@@ -328,14 +329,20 @@ class Options:
         plans = tuple(split(self.graph, plan, self.ends) for plan in frontier.plans)
         return Search(self.graph, plans, self.tangents, self.lowered).smallest()
 
-    def least(self, timeline: Timeline) -> float | None:
-        """Seconds of recomputation that no schedule avoids; None if that is not what was asked for."""
+    def least(self, timeline: Timeline, enough: float = math.inf) -> float | None:
+        """Seconds of recomputation that no schedule avoids, or ``enough`` of them; None if that was not asked for."""
         if self.goal.limit is None or self.goal.strategy != "dp":
             return None
-        limit = max(self.goal.limit, timeline.peak_bytes)
-        if limit not in self.bounds:
-            self.bounds[limit] = self.clock.run("bound", bound, self.held, limit, self.moments)
-        return self.bounds[limit]
+        key = max(self.goal.limit, timeline.peak_bytes), enough
+        if key not in self.bounds:
+            self.bounds[key] = self.clock.run("bound", bound, self.held, key[0], self.moments, enough)
+        return self.bounds[key]
+
+    def _is_near(self, candidate: Candidate, gap: float) -> bool:
+        """Whether recomputation beyond what no schedule can avoid takes at most ``gap`` of the plain step's time."""
+        enough = candidate[2].recompute_seconds - gap * self.plain.plain_seconds
+        least = None if enough <= 0 else self.least(candidate[2], enough)
+        return least is None or least >= enough
 
     def _gap(self, candidate: Candidate) -> float:
         """Recomputation beyond what no schedule can avoid, as a fraction of the plain step's time; 0 if unknown."""

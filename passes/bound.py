@@ -8,6 +8,7 @@ it is the best Lagrangian bound over all prices per byte (Geoffrion 1974).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from itertools import pairwise
 from typing import NamedTuple
@@ -34,13 +35,13 @@ class _Moment(NamedTuple):
     demand: int
 
 
-def bound(graph: Graph, budget_bytes: int, moments: int = 6) -> float:
+def bound(graph: Graph, budget_bytes: int, moments: int = 6, enough: float = math.inf) -> float:
     """Seconds of recomputation that every schedule with a peak of at most ``budget_bytes`` pays at least.
 
     A schedule runs the backward nodes once, in the recorded order, after all of forward. Counted as in memory are the
     fixed bytes and the results of the region, and while a backward node runs the gradients that exist then, what the
     node reads and what it makes. The bound is the best of those of the ``moments`` at which memory is shortest if
-    all is kept, taken from different parts of backward. One hull for each moment.
+    all is kept, taken from different parts of backward. One hull for each moment, until ``enough`` seconds are reached.
     """
     problem = _Problem(graph)
     short = [moment for moment in problem.moments() if moment.used + moment.demand > budget_bytes]
@@ -49,8 +50,12 @@ def bound(graph: Graph, budget_bytes: int, moments: int = 6) -> float:
     for moment in sorted(short, key=lambda moment: (-moment.used - moment.demand, moment.step)):
         if len(chosen) < moments and all(abs(moment.step - other.step) > near for other in chosen):
             chosen.append(moment)
-    prices = (problem.least(moment.step, budget_bytes - moment.used) for moment in chosen)
-    return max(prices, default=0) / TICKS
+    best = 0.0
+    for moment in chosen:
+        best = max(best, problem.least(moment.step, budget_bytes - moment.used) / TICKS)
+        if best >= enough:
+            break
+    return best
 
 
 class _Problem:

@@ -217,7 +217,7 @@ def _finish(graph: Graph, steps: list[Step], results: set[int], tangents: Iterab
             reads.append(graph.nodes[step.value].inputs)
     last: dict[int, int] = {}
     frees: list[list[int]] = [[] for _ in steps]
-    live_out = results
+    live_out = set(results)
     for index in range(len(steps) - 1, -1, -1):
         step = steps[index]
         defined = total(step.slot) if step.op in ("add", "zero") else step.value
@@ -226,7 +226,7 @@ def _finish(graph: Graph, steps: list[Step], results: set[int], tangents: Iterab
         redefined = step.op != "record" and not (step.op == "add" and defined in reads[index])
         if redefined:
             last.pop(defined, None)
-            live_out = live_out - {defined}
+            live_out.discard(defined)
         for value in reads[index]:
             if value not in last and value not in live_out:
                 frees[index].append(value)

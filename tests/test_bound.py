@@ -59,6 +59,16 @@ def test_tight_on_a_chain() -> None:
         assert bound(graph, result.peak_bytes) >= 0.9 * result.extra_seconds
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_stops_where_enough_is_reached(seed: int) -> None:
+    graph = random_graph(seed, 24, reach=2, pinned=0.0)
+    for result in reached(graph):
+        whole = bound(graph, result.peak_bytes)
+        for enough in (0.0, whole / 2, whole, whole + 1):
+            part = bound(graph, result.peak_bytes, enough=enough)
+            assert min(whole, enough) <= part <= whole
+
+
 def test_zero_where_everything_fits_and_monotone_below() -> None:
     graph = mlp(8, 2, 8, weight=2)
     peak = max(result.peak_bytes for result in reached(graph))
