@@ -26,7 +26,7 @@ from fxckpt.units import GIB, format_bytes
 
 __all__ = ["Decision", "Goal", "Options", "fingerprint"]
 
-ATTEMPTS = ((400, False), (300, True), (600, True))  # slots, and whether plans may be nested, at other sizes
+SLOTS = {False: 400, True: 600}  # of the dynamic program at other sizes, without nesting and with it
 NEAR = 0.005  # of the plain step; recomputation beyond the bound for which no nested plan is looked for
 SLACK = 0.02  # plans from other sizes may be this much dearer, as a fraction of the plain step
 
@@ -163,6 +163,7 @@ class Options:
     def _set_graph(self, graph: Graph) -> None:
         self.graph, self.held = graph, _without_unused_outputs(graph, self.tangents)
         self.bounds: dict[tuple[int, float], float] = {}
+        self.resized: tuple[tuple[MenuPoint, ...], ...] = ()
 
     def _solve(self) -> None:
         """Find the candidates."""
@@ -211,12 +212,10 @@ class Options:
         """Like :meth:`decide`, among plans with the kept sets of the first sizes; None if none of these fits."""
         first = self.first
         assert first is not None
-        find = self._among_menus if first.menus else self._chosen_measured
-        best = find()
-        if best is None:
-            smallest = self._measured_near(lambda: first.search.at_sizes(self.graph).smallest())
-            if smallest is not None and smallest[2].peak_bytes <= (self.goal.limit or 0):
-                best = find()
+        if first.menus:
+            best = self._carried(first) or self._for_these_sizes(first)
+        else:
+            best = self._chosen_measured() or (self._chosen_measured() if self._measuring_helps(first) else None)
         if best is None:
             return None
         self.search.known.clear()  # timelines are large
@@ -236,10 +235,10 @@ class Options:
             found = find()
         return found if self.graph is not known else None
 
-    def _among_menus(self) -> Candidate | None:
-        """The cheapest that fits, of the plans of the first sizes or with their kept sets."""
-        assert self.first is not None
-        return self._carried(self.first) or self._for_these_sizes(self.first)
+    def _measuring_helps(self, first: Options) -> bool:
+        """Whether scratch memory was estimated too high for the smallest plan of the first sizes, which does fit."""
+        smallest = self._measured_near(lambda: first.search.at_sizes(self.graph).smallest())
+        return smallest is not None and smallest[2].peak_bytes <= (self.goal.limit or 0)
 
     def _carried(self, first: Options) -> Candidate | None:
         """A candidate of the first sizes, if there is at least as much room as then and one is as good as then."""
@@ -256,17 +255,25 @@ class Options:
         return (limit - fixed) / (self.plain.peak_bytes - fixed)
 
     def _for_these_sizes(self, first: Options) -> Candidate | None:
-        """The best plan with the kept sets of the first sizes."""
-        menus = self.clock.run("dp", resized_menus, first.held, self.held, first.menus)
-        found: list[Candidate] = []
-        for slots, nested in ATTEMPTS:
-            self.search = self.clock.run("dp", self._anew, menus, slots, nested)
-            best = self._chosen_measured()
-            if best is not None:
-                found.append(best)
-                if nested or self._is_near(best, first.gap + NEAR):
-                    break
-        return min(found, key=lambda c: c[2].recompute_seconds, default=None)
+        """The best plan with the kept sets of the first sizes.
+
+        Nested plans are looked for where none else fits or is good, sooner if the first sizes have one for a budget as
+        tight.
+        """
+        best = self._anew(first, nested=False)
+        if best is None and self._measuring_helps(first):
+            best = self._anew(first, nested=False)
+        slack = NEAR if first.nests(self._room()) else SLACK
+        if best is None or not self._is_near(best, first.gap + slack):
+            found = (best, self._anew(first, nested=True))
+            best = min(filter(None, found), key=lambda c: c[2].recompute_seconds, default=None)
+        return best
+
+    def nests(self, room: float) -> bool:
+        """Whether the cheapest plan in a budget of so much of what is not fixed recomputes within recomputation."""
+        limit = self.graph.fixed_bytes + room * (self.plain.peak_bytes - self.graph.fixed_bytes)
+        plan = next((plan for plan in self.search.plans if plan.peak_bytes <= limit), self.search.plans[-1])
+        return any(segment.inner for segment in plan.segments)
 
     def _chosen_measured(self) -> Candidate | None:
         """The cheapest candidate that fits when scratch memory near its peak is measured."""
@@ -280,12 +287,18 @@ class Options:
             chosen = (*chosen[:2], timeline) if timeline.peak_bytes <= limit else self._chosen()
         return chosen
 
-    def _anew(self, menus: tuple[tuple[MenuPoint, ...], ...], slots: int, nested: bool) -> Search:
-        """A search among plans for these sizes, from the kept sets of the first sizes."""
+    def _anew(self, first: Options, nested: bool) -> Candidate | None:
+        """The best among plans made for these sizes from the kept sets of the first sizes."""
         assert self.goal.limit is not None
-        frontier = dp(self.held, self.chain, menus, slots, self.goal.limit, nested)
+        menus = self._resized_menus(first)
+        frontier = self.clock.run("dp", dp, self.held, self.chain, menus, SLOTS[nested], self.goal.limit, nested)
         plans = tuple(split(self.graph, plan, self.ends) for plan in frontier.plans)
-        return Predicted(self.graph, plans, self.tangents, self.lowered)
+        self.search = Predicted(self.graph, plans, self.tangents, self.lowered)
+        return self._chosen_measured()
+
+    def _resized_menus(self, first: Options) -> tuple[tuple[MenuPoint, ...], ...]:
+        self.resized = self.resized or self.clock.run("dp", resized_menus, first.held, self.held, first.menus)
+        return self.resized
 
     def _best_effort(self, smallest: Candidate) -> Candidate:
         """The smallest peak, if that will do."""
@@ -325,7 +338,7 @@ class Options:
         first = self.first
         if first is None or not first.menus:
             return self.search.smallest()
-        frontier = dp(self.held, self.chain, resized_menus(first.held, self.held, first.menus))
+        frontier = dp(self.held, self.chain, self._resized_menus(first))
         plans = tuple(split(self.graph, plan, self.ends) for plan in frontier.plans)
         return Search(self.graph, plans, self.tangents, self.lowered).smallest()
 
