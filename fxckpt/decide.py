@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fxckpt.clock import Clock
-from fxckpt.errors import BudgetInfeasibleError, PlanMismatchError
+from fxckpt.errors import PlanMismatchError
+from fxckpt.goal import Goal, infeasible
 from fxckpt.menus import resized_menus
 from fxckpt.passes.bound import bound
 from fxckpt.passes.cuts import cuts
@@ -22,9 +23,9 @@ from fxckpt.passes.sqrtn import sqrtn
 from fxckpt.plan import Chain, Frontier, Graph, MenuPoint, Plan, Program, Timeline
 from fxckpt.search import Candidate, Predicted, Search, simulated
 from fxckpt.segments import check, keep_everything, named, output_ends, split
-from fxckpt.units import GIB, format_bytes
+from fxckpt.units import format_bytes
 
-__all__ = ["Decision", "Goal", "Options", "fingerprint"]
+__all__ = ["Decision", "Options", "fingerprint"]
 
 SLOTS = {False: 400, True: 600}  # of the dynamic program at other sizes, without nesting and with it
 NEAR = 0.005  # of the plain step; recomputation beyond the bound for which no nested plan is looked for
@@ -32,34 +33,6 @@ SLACK = 0.02  # plans from other sizes may be this much dearer, as a fraction of
 
 Measured = Callable[[Timeline, int], Graph | None]
 """The graph with measured scratch memory where a timeline may exceed so many bytes by it, None if it is what it was."""
-
-
-@dataclass(frozen=True, slots=True)
-class Goal:
-    """What the user asked for.
-
-    Attributes:
-        strategy: ``"dp"``, ``"sqrtn"`` or ``"none"``.
-        budget_bytes: whole-step peak, None for no limit.
-        best_effort: take the plan with the smallest peak if none fits.
-        plan: a plan to use instead of solving.
-        name: of the model, for messages.
-        inputs: of the model, for messages.
-        reserve_bytes: part of the budget that no plan may use.
-    """
-
-    strategy: str
-    budget_bytes: int | None
-    best_effort: bool = False
-    plan: Plan | None = None
-    name: str = "the model"
-    inputs: str = ""
-    reserve_bytes: int = 0
-
-    @property
-    def limit(self) -> int | None:
-        """Largest peak of a plan in bytes, None for no limit."""
-        return None if self.budget_bytes is None else self.budget_bytes - self.reserve_bytes
 
 
 @dataclass(slots=True)
@@ -303,7 +276,7 @@ class Options:
     def _best_effort(self, smallest: Candidate) -> Candidate:
         """The smallest peak, if that will do."""
         if not self.goal.best_effort:
-            raise _infeasible(self.goal, self.graph, *smallest)
+            raise infeasible(self.goal, self.graph, smallest[2])
         warnings.warn(
             f"no plan fits {format_bytes(self.goal.budget_bytes or 0)}; taking the smallest peak, "
             f"{format_bytes(smallest[2].peak_bytes)}", stacklevel=2,
@@ -367,27 +340,6 @@ def _beyond(timeline: Timeline, bound_seconds: float | None, plain: Timeline) ->
     if bound_seconds is None or not plain.plain_seconds:
         return 0.0
     return (timeline.recompute_seconds - bound_seconds) / plain.plain_seconds
-
-
-def _infeasible(goal: Goal, graph: Graph, plan: Plan, program: Program, timeline: Timeline) -> BudgetInfeasibleError:
-    smallest = timeline.peak_bytes + goal.reserve_bytes
-    label = timeline.labels[timeline.peak_index]
-    node = next((node for node in graph.nodes if node.name == label[2]), None)
-    fixed = graph.fixed_bytes + sum(slot.bytes for slot in graph.slots if slot.owner == -1 and graph.fresh_gradients)
-    name = f"{goal.name} on {goal.inputs}" if goal.inputs else goal.name
-    lines = [
-        f"no plan fits {format_bytes(goal.budget_bytes or 0)} for {name}.",
-        f"  smallest reachable peak  {format_bytes(smallest)}",
-        f"  fixed                    {format_bytes(fixed)}  parameters, gradients, buffers, inputs, optimizer",
-        f"  largest segment          {format_bytes(max(timeline.segment_peaks) - graph.fixed_bytes)}  "
-        f"{node.module + ', ' + node.source if node is not None and node.source else label[2]}",
-        f"  Try: budget_gb={-(-smallest * 1000 // GIB) / 1000:g}, or a smaller batch.",
-    ]
-    if goal.reserve_bytes:
-        lines.insert(2, f"  of that, reserved        {format_bytes(goal.reserve_bytes)}")
-    return BudgetInfeasibleError(
-        "\n".join(lines), budget_bytes=goal.budget_bytes or 0, min_peak_bytes=smallest, fixed_bytes=fixed
-    )
 
 
 def _without_unused_outputs(graph: Graph, tangents: frozenset[int]) -> Graph:

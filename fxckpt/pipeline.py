@@ -12,8 +12,9 @@ import torch
 from torch import fx, nn
 
 from fxckpt.clock import Clock
-from fxckpt.decide import Decision, Goal, Options
+from fxckpt.decide import Decision, Options
 from fxckpt.device import Device
+from fxckpt.goal import Goal
 from fxckpt.joint import JointGraph
 from fxckpt.passes.capture import capture
 from fxckpt.passes.cost import cost

@@ -18,10 +18,11 @@ from torch import Tensor, fx, nn
 from fxckpt import _torch
 from fxckpt.captures import Captures
 from fxckpt.clock import without_collection
-from fxckpt.decide import Decision, Goal, Options, fingerprint
+from fxckpt.decide import Decision, Options, fingerprint
 from fxckpt.device import Device
 from fxckpt.double import DoubleReplay
 from fxckpt.errors import CaptureError, FxckptError, VerificationError
+from fxckpt.goal import Goal
 from fxckpt.guard import Guard
 from fxckpt.joint import JointGraph
 from fxckpt.measure import compare_steps

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxckpt.decide import Decision, Goal, Options
+from fxckpt.decide import Decision, Options
 from fxckpt.errors import BudgetInfeasibleError, CaptureError, FxckptError
+from fxckpt.goal import Goal
 from fxckpt.ledger import Ledger, Stretch
 from fxckpt.plan import Graph, Plan, Program
 from fxckpt.search import Candidate

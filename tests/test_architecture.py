@@ -25,6 +25,7 @@ LEVELS = [
         "double",
         "explain",
         "functional",
+        "goal",
         "ledger",
         "overwrite",
         "measure",
@@ -54,7 +55,7 @@ LEVELS = [
 ONLY_REWRITE = {"runtime"}
 WITHOUT_TORCH = {
     "errors", "units", "plan", "tables", "explain", "hull", "chain_costs", "report", "clock", "decide", "overwrite",
-    "moments", "search", "segments", "replay", "menus",
+    "goal", "moments", "search", "segments", "replay", "menus",
     "passes.cuts", "passes.menu", "passes.dp", "passes.sqrtn", "passes.bound", "passes.schedule", "passes.simulate",
 }  # fmt: skip
 
